@@ -1,0 +1,318 @@
+"""ExtentAllocator: host slots handed out in as few runs of neighbouring pages as possible."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .extent_index import MAX_PAGES, ExtentIndex, Run
+
+PageArray = npt.NDArray[np.int64]
+
+
+class ExtentStats(NamedTuple):
+    """What an allocator holds now, and what it has done since it was made or cleared.
+
+    Attributes
+    ----------
+    page_num, free_pages
+        All pages, and those that are free.
+    free_runs, largest_free_run
+        Number of maximal runs of free pages, and the pages of the largest (0 when nothing is free).
+    allocations, failed_allocations, frees
+        Calls that handed pages out, that returned None for lack of pages, and that took pages back.
+        Calls for no pages count nowhere.
+    allocated_pages, allocated_runs
+        Pages handed out, and the runs they came in.
+    mean_run_pages
+        Pages a run: ``allocated_pages / allocated_runs``, 0.0 before the first allocation.
+    bookkeeping_bytes
+        Memory of the allocator itself.
+    """
+
+    page_num: int
+    free_pages: int
+    free_runs: int
+    largest_free_run: int
+    allocations: int
+    failed_allocations: int
+    frees: int
+    allocated_pages: int
+    allocated_runs: int
+    mean_run_pages: float
+    bookkeeping_bytes: int
+
+
+class ExtentAllocator:
+    """Best-fit allocation of pages, with neighbouring free runs joined on every free.
+
+    Indices handed out are owned by the caller: they share no memory with the allocator. A call that raises or returns
+    None has changed nothing but the counter of failed allocations. Safe to call from several threads.
+
+    Parameters
+    ----------
+    pages
+        Number of pages, from 0 to 2**31 - 1.
+    page_size
+        Slots a page, at least 1. Page ``p`` is slots ``p * page_size .. (p + 1) * page_size - 1``.
+
+    Raises
+    ------
+    ValueError
+        If an argument is out of its range.
+
+    Invariant
+    ---------
+    A page is either free, and in the index, or owned by exactly one caller.
+    """
+
+    def __init__(self, pages: int, page_size: int = 1) -> None:
+        self._page_num = operator.index(pages)
+        self._page_size = operator.index(page_size)
+        if not 0 <= self._page_num <= MAX_PAGES:
+            raise ValueError(f"pages={pages} is not in 0..{MAX_PAGES}")
+        if self._page_size < 1:
+            raise ValueError(f"page_size={page_size} is less than 1")
+        self._lock = threading.Lock()
+        self._index = ExtentIndex(self._page_num)
+        self._reset()
+
+    @property
+    def page_num(self) -> int:
+        """Number of pages."""
+        return self._page_num
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page."""
+        return self._page_size
+
+    @property
+    def size(self) -> int:
+        """Number of slots."""
+        return self._page_num * self._page_size
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free."""
+        return self._available
+
+    def available_size(self) -> int:
+        """Slots that are free."""
+        return self._available * self._page_size
+
+    def alloc(self, n_slots: int) -> torch.Tensor | None:
+        """Take slots, whole pages of them.
+
+        Parameters
+        ----------
+        n_slots
+            A multiple of ``page_size``; 0 gives an empty tensor.
+
+        Returns
+        -------
+        torch.Tensor or None
+            int64 ``[n_slots]`` on CPU, owned by the caller, page after page; None if fewer slots are free.
+
+        Raises
+        ------
+        ValueError
+            If ``n_slots`` is negative or not a multiple of ``page_size``.
+        """
+        pages, rest = divmod(operator.index(n_slots), self._page_size)
+        if pages < 0 or rest:
+            raise ValueError(f"n_slots={n_slots} is not a non-negative multiple of page_size={self._page_size}")
+        runs = self._take(pages)
+        if runs is None:
+            return None
+        size = self._page_size
+        parts = [torch.arange(start * size, (start + length) * size) for start, length in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def alloc_pages(self, n: int) -> PageArray | None:
+        """Take pages.
+
+        Parameters
+        ----------
+        n
+            Number of pages; 0 gives an empty array.
+
+        Returns
+        -------
+        numpy.ndarray or None
+            Page numbers, int64 ``[n]``, owned by the caller; None if fewer pages are free.
+
+        Raises
+        ------
+        ValueError
+            If ``n`` is negative.
+        """
+        pages = operator.index(n)
+        if pages < 0:
+            raise ValueError(f"n={n} pages is negative")
+        runs = self._take(pages)
+        if runs is None:
+            return None
+        parts = [np.arange(start, start + length, dtype=np.int64) for start, length in runs]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give slots back: whole pages, each page's slots in order, the pages in any order.
+
+        Parameters
+        ----------
+        indices
+            Integer tensor ``[n]``; indices from several allocations, or a part of one, may be freed together. On a
+            device other than CPU they are copied first, which waits for that device.
+
+        Returns
+        -------
+        int
+            Number of slots freed.
+
+        Raises
+        ------
+        ValueError
+            Naming the first index that is out of range, not part of a whole page, free already, or given twice;
+            or if ``indices`` is not a one-dimensional tensor of integers.
+        """
+        slots = _integers("indices", indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else indices)
+        return self._give(self._whole_pages(slots), self._page_size) * self._page_size
+
+    def free_pages(self, pages: npt.ArrayLike) -> int:
+        """Give pages back, in any order.
+
+        Parameters
+        ----------
+        pages
+            Page numbers, integers ``[n]``.
+
+        Returns
+        -------
+        int
+            Number of pages freed.
+
+        Raises
+        ------
+        ValueError
+            Naming the first page that is out of range, free already, or given twice; or if ``pages`` is not
+            one-dimensional and of integers.
+        """
+        return self._give(_integers("pages", pages), 1)
+
+    def clear(self) -> None:
+        """Make every page free and start the counters again; indices handed out before are no longer owned."""
+        with self._lock:
+            self._index.clear()
+            self._reset()
+
+    def stats(self) -> ExtentStats:
+        """Read the state and the counters, at one moment."""
+        with self._lock:
+            return ExtentStats(
+                page_num=self._page_num,
+                free_pages=self._available,
+                free_runs=self._index.runs,
+                largest_free_run=self._index.largest,
+                allocations=self._allocations,
+                failed_allocations=self._failed_allocations,
+                frees=self._frees,
+                allocated_pages=self._allocated_pages,
+                allocated_runs=self._allocated_runs,
+                mean_run_pages=self._allocated_pages / self._allocated_runs if self._allocated_runs else 0.0,
+                bookkeeping_bytes=self._index.bookkeeping_bytes(),
+            )
+
+    def check_integrity(self) -> None:
+        """Check every invariant, in time linear in the pages.
+
+        Raises
+        ------
+        RuntimeError
+            Naming the first that does not hold.
+        """
+        with self._lock:
+            self._index.check_integrity()
+            free = int(np.count_nonzero(self._index.free))
+            if free != self._available:
+                raise RuntimeError(f"{self._available} pages are counted as free, {free} are")
+
+    def _reset(self) -> None:
+        self._available = self._page_num
+        self._allocations = 0
+        self._failed_allocations = 0
+        self._frees = 0
+        self._allocated_pages = 0
+        self._allocated_runs = 0
+
+    def _take(self, pages: int) -> list[Run] | None:
+        if not pages:
+            return []
+        with self._lock:
+            if pages > self._available:
+                self._failed_allocations += 1
+                return None
+            runs = self._index.take(pages)
+            self._available -= pages
+            self._allocations += 1
+            self._allocated_pages += pages
+            self._allocated_runs += len(runs)
+        return runs
+
+    def _whole_pages(self, slots: PageArray) -> PageArray:
+        """Turn slot indices into page numbers; every error that needs no lock."""
+        size = self._page_size
+        if size == 1:
+            return slots
+        whole = len(slots) - len(slots) % size
+        table = slots[:whole].reshape(-1, size)
+        first = table[:, 0]
+        wrong = (table - first[:, None] != np.arange(size)) | (first % size != 0)[:, None]
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"index {table[row, column]} at position {row * size + column} is not slot {column} of a page whose "
+                f"{size} slots are given in order"
+            )
+        if whole < len(slots):
+            raise ValueError(
+                f"index {slots[whole]} at position {whole} starts a page of which only {len(slots) - whole} of "
+                f"page_size={size} slots are given"
+            )
+        return first // size
+
+    def _give(self, pages: PageArray, unit: int) -> int:
+        """Check all pages, then free them; ``unit`` is the number of indices a page in the caller's words."""
+        if not len(pages):
+            return 0
+        ordered = pages if len(pages) == 1 or (pages[1:] > pages[:-1]).all() else np.sort(pages)
+        steps = np.diff(ordered)
+        if ordered[0] < 0 or ordered[-1] >= self._page_num:
+            wrong = pages[(pages < 0) | (pages >= self._page_num)][0]
+            raise ValueError(f"index {wrong * unit} is foreign: it is not in 0..{self._page_num * unit - 1}")
+        if not steps.all():
+            raise ValueError(f"index {ordered[np.argmin(steps)] * unit} is given more than once in one call")
+        cuts = np.flatnonzero(steps != 1) + 1
+        starts = ordered[np.concatenate(((0,), cuts))].tolist()
+        lengths = np.diff(cuts, prepend=0, append=len(ordered)).tolist()
+        with self._lock:
+            free = self._index.free[ordered]
+            if free.any():
+                raise ValueError(f"index {ordered[np.argmax(free)] * unit} is free already")
+            for start, length in zip(starts, lengths, strict=True):
+                self._index.give(start, length)
+            self._available += len(ordered)
+            self._frees += 1
+        return len(ordered)
+
+
+def _integers(name: str, values: Any) -> PageArray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} has shape {array.shape} and dtype {array.dtype}; accepted: one dimension of integers")
+    return array.astype(np.int64, copy=False)
