@@ -1,0 +1,379 @@
+"""Chooses the path of one transfer, and says why: a small cost model over measured constants, with no device in it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .layout import HostLayout
+
+STAGED = "staged"
+DIRECT = "direct"
+REFERENCE = "reference"
+POLICIES = ("auto", STAGED, DIRECT, REFERENCE)
+
+
+class PathUnavailableError(RuntimeError):
+    """A policy demands a path that this transfer cannot take; raised before anything was queued."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionConstants:
+    """What the bus and the movers do in one direction.
+
+    Attributes
+    ----------
+    copy_bytes_per_second
+        One large copy between pinned memory and the device.
+    batch_copy_seconds, copy_seconds, copy_2d_seconds
+        Time one more copy adds on top of its bytes: in a batch, submitted alone, and as a 2-D copy. The larger of what the
+        copy engine and what the caller's thread need.
+    width_efficiency
+        ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of that width reach.
+    cta_bytes_per_second
+        What one CTA of the main module moves.
+    direct_bytes_per_second
+        What the main module moves with as many CTAs as it can use.
+    """
+
+    copy_bytes_per_second: float
+    batch_copy_seconds: float
+    copy_seconds: float
+    copy_2d_seconds: float
+    width_efficiency: tuple[tuple[int, float], ...]
+    cta_bytes_per_second: float
+    direct_bytes_per_second: float
+
+    @property
+    def saturating_ctas(self) -> int:
+        """Fewest CTAs with which the main module reaches its full bandwidth."""
+        return max(1, math.ceil(self.direct_bytes_per_second / self.cta_bytes_per_second - 1e-6))
+
+    def efficiency(self, width: int) -> float:
+        """Share of the bandwidth that 2-D copies ``width`` bytes wide reach, between measured widths by the logarithm."""
+        before = self.width_efficiency[0]
+        for point in self.width_efficiency:
+            if width <= point[0]:
+                if width <= before[0]:
+                    return before[1]
+                share = math.log(width / before[0]) / math.log(point[0] / before[0])
+                return before[1] + share * (point[1] - before[1])
+            before = point
+        return before[1]
+
+    def direct_rate(self, ctas: int) -> float:
+        """Bytes per second of the main module held to ``ctas`` CTAs."""
+        return min(self.direct_bytes_per_second, ctas * self.cta_bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConstants:
+    """All the planner knows of a device.
+
+    Attributes
+    ----------
+    source
+        Where the figures come from, for messages: "measured on ...", "given by the caller", ...
+    write_back, load
+        Device to host, host to device.
+    launch_seconds
+        A kernel launch, its event and the wait for it.
+    relayout_bytes_per_second
+        Rate of the re-layout and scatter kernels, in bytes of pages.
+    batched
+        Whether batched copies exist in this runtime.
+    """
+
+    source: str
+    write_back: DirectionConstants
+    load: DirectionConstants
+    launch_seconds: float
+    relayout_bytes_per_second: float
+    batched: bool = True
+
+
+H200 = DeviceConstants(
+    source="defaults measured on one H200, PCIe 5 x16, 2026-11-29",
+    write_back=DirectionConstants(
+        copy_bytes_per_second=55.1e9,
+        batch_copy_seconds=0.9e-6,
+        copy_seconds=2.5e-6,
+        copy_2d_seconds=3.0e-6,
+        width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
+        cta_bytes_per_second=18e9,
+        direct_bytes_per_second=52.2e9,
+    ),
+    load=DirectionConstants(
+        copy_bytes_per_second=55.2e9,
+        batch_copy_seconds=0.9e-6,
+        copy_seconds=2.5e-6,
+        copy_2d_seconds=3.0e-6,
+        width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
+        cta_bytes_per_second=6.5e9,
+        direct_bytes_per_second=51.1e9,
+    ),
+    launch_seconds=8e-6,
+    relayout_bytes_per_second=1.3e12,
+)
+"""Figures of the project's design notes; what a device uses until it is calibrated."""
+
+CPU = DeviceConstants(
+    source="device and host are one memory",
+    write_back=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), 8e9, 8e9),
+    load=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), 8e9, 8e9),
+    launch_seconds=1e-6,
+    relayout_bytes_per_second=8e9,
+)
+"""Rough figures for rows in CPU memory, where staging is one copy too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Which compiled paths a transfer could take; a reason, where it is given, says why that path is missing."""
+
+    staged: bool = True
+    direct: bool = True
+    staged_reason: str = ""
+    direct_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation as the planner sees it.
+
+    Attributes
+    ----------
+    layout
+        Host layout of the pool.
+    pages, runs
+        Host pages to move, and the runs of neighbouring pages they form (after cuts at registration boundaries).
+    page_bytes
+        Bytes of one page, all layers and planes.
+    page_size
+        Slots of a page.
+    layers
+        Model layers of the pool.
+    planes
+        Planes whose rows lie in separate pieces in a ``layer_first`` buffer: 2 for K and V.
+    row_bytes
+        Shortest device row.
+    """
+
+    layout: HostLayout
+    pages: int
+    runs: int
+    page_bytes: int
+    page_size: int
+    layers: int
+    planes: int = 1
+    row_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole operation."""
+        return self.pages * self.page_bytes
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """One layer's share of a page."""
+        return self.page_bytes // self.layers
+
+    @property
+    def layer_width(self) -> int:
+        """Longest piece of one layer that is contiguous in a run of pages: the width of its 2-D copies."""
+        if self.layout is HostLayout.PAGE_FIRST:
+            return self.layer_page_bytes // self.page_size
+        if self.layout is HostLayout.PAGE_FIRST_DIRECT:
+            return self.layer_page_bytes
+        return self.layer_page_bytes // self.planes * self.pages // max(1, self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The path of one operation.
+
+    Attributes
+    ----------
+    path
+        ``"staged"``, ``"direct"`` or ``"reference"``.
+    reason
+        One sentence: why this path.
+    expected_seconds
+        What the model expects on the device; 0.0 for the reference, which it does not model.
+    block_quota
+        CTAs a direct transfer holds; 0 on the other paths.
+    """
+
+    path: str
+    reason: str
+    expected_seconds: float
+    block_quota: int
+
+
+STAGED_PREFERENCE = 0.04
+"""How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
+
+
+def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
+    """Expected device time of a staged write-back through ``staging_bytes`` of double-buffered staging memory."""
+    chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
+    chunks = math.ceil(work.bytes / chunk)
+    pieces = work.layers * work.planes if work.layout is HostLayout.LAYER_FIRST else 1
+    copies = (work.runs + chunks - 1) * pieces
+    direction = constants.write_back
+    each = direction.batch_copy_seconds if constants.batched and copies > chunks else direction.copy_seconds
+    moved = work.bytes / direction.copy_bytes_per_second + copies * each
+    return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
+
+
+def staged_load_seconds(
+    work: Work, constants: DeviceConstants, staging_bytes: int, *, layer_by_layer: bool = True
+) -> float:
+    """Expected device time of a staged load-back: all layers in order, or whole pages at once."""
+    direction = constants.load
+    if not layer_by_layer and work.layout is not HostLayout.LAYER_FIRST:
+        chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
+        chunks = math.ceil(work.bytes / chunk)
+        copies = work.runs + chunks - 1
+        each = direction.batch_copy_seconds if constants.batched and copies > chunks else direction.copy_seconds
+        moved = work.bytes / direction.copy_bytes_per_second + copies * each
+        return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
+    layer_bytes = work.bytes / work.layers
+    if work.layout is HostLayout.LAYER_FIRST:
+        copies, efficiency = work.runs * work.planes, 1.0
+        each = direction.batch_copy_seconds if constants.batched and copies > 1 else direction.copy_seconds
+    else:
+        copies, efficiency = work.runs, direction.efficiency(work.layer_width)
+        each = direction.copy_2d_seconds
+        if work.runs == work.pages and work.layout is HostLayout.PAGE_FIRST_DIRECT:
+            efficiency = 1.0
+            each = direction.batch_copy_seconds if constants.batched and copies > 1 else direction.copy_seconds
+    layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + copies * each
+    return (
+        constants.launch_seconds
+        + work.layers * max(layer, constants.launch_seconds)
+        + (layer_bytes / constants.relayout_bytes_per_second)
+    )
+
+
+def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:
+    """Expected device time of a direct transfer held to ``ctas`` CTAs, in ``launches`` kernels."""
+    return launches * launch_seconds + work.bytes / direction.direct_rate(ctas)
+
+
+def plan_write_back(
+    work: Work,
+    *,
+    constants: DeviceConstants = H200,
+    available: Availability | None = None,
+    policy: str = "auto",
+    block_quota: int | None = None,
+    staging_bytes: int = 128 << 20,
+) -> Plan:
+    """Choose the path of a write-back.
+
+    Parameters
+    ----------
+    work
+        The operation.
+    constants
+        Figures of the device.
+    available
+        Paths that exist for these planes; both by default.
+    policy
+        ``"auto"`` picks the faster path, or staged where it is at most :data:`STAGED_PREFERENCE` slower; the names of
+        paths demand that path.
+    block_quota
+        Most CTAs a direct transfer may hold; 0 forbids the direct path, None takes as many as reach full bandwidth.
+    staging_bytes
+        Budget of the staging ring.
+
+    Raises
+    ------
+    PathUnavailableError
+        Where the policy demands a path that is missing or forbidden.
+    ValueError
+        For an unknown policy or a negative quota.
+    """
+    seconds = staged_write_back_seconds(work, constants, staging_bytes)
+    direct = direct_seconds(
+        work, constants.write_back, constants.launch_seconds, _ctas(constants.write_back, block_quota), 1
+    )
+    return _choose("write-back", work, constants.write_back, seconds, direct, available, policy, block_quota)
+
+
+def plan_load(
+    work: Work,
+    *,
+    constants: DeviceConstants = H200,
+    available: Availability | None = None,
+    policy: str = "auto",
+    block_quota: int | None = None,
+    staging_bytes: int = 128 << 20,
+    layer_by_layer: bool = True,
+) -> Plan:
+    """Choose the path of a load-back; ``layer_by_layer`` False where all layers are asked for in one call.
+
+    The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and errors
+    are those of :func:`plan_write_back`.
+    """
+    launches = work.layers if layer_by_layer else 1
+    seconds = staged_load_seconds(work, constants, staging_bytes, layer_by_layer=layer_by_layer)
+    direct = direct_seconds(
+        work, constants.load, constants.launch_seconds, _ctas(constants.load, block_quota), launches
+    )
+    return _choose("load-back", work, constants.load, seconds, direct, available, policy, block_quota)
+
+
+def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
+    if block_quota is not None and block_quota < 0:
+        raise ValueError(
+            f"block_quota is {block_quota}; it must be None, 0 (no SM-driven transfer) or a number of CTAs"
+        )
+    return direction.saturating_ctas if not block_quota else block_quota
+
+
+def _choose(
+    what: str,
+    work: Work,
+    direction: DirectionConstants,
+    staged_seconds: float,
+    direct_path_seconds: float,
+    available: Availability | None,
+    policy: str,
+    block_quota: int | None,
+) -> Plan:
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+    available = available or Availability()
+    staged = Plan(STAGED, "", staged_seconds, 0)
+    direct = Plan(DIRECT, "", direct_path_seconds, _ctas(direction, block_quota))
+    no_staged = "" if available.staged else available.staged_reason or "the staged module is missing"
+    no_direct = "" if available.direct else available.direct_reason or "the main module is missing"
+    if not no_direct and block_quota == 0:
+        no_direct = "block_quota is 0, which forbids SM-driven transfers"
+    if policy == REFERENCE:
+        return Plan(REFERENCE, "asked for by policy", 0.0, 0)
+    if policy == STAGED:
+        if no_staged:
+            raise PathUnavailableError(f"policy 'staged' cannot be followed for this {what}: {no_staged}")
+        return _because(staged, "asked for by policy")
+    if policy == DIRECT:
+        if no_direct:
+            raise PathUnavailableError(f"policy 'direct' cannot be followed for this {what}: {no_direct}")
+        return _because(direct, "asked for by policy")
+    if no_staged and no_direct:
+        return Plan(REFERENCE, f"no compiled path: staged: {no_staged}; direct: {no_direct}", 0.0, 0)
+    if no_staged:
+        return _because(direct, f"no staged path: {no_staged}")
+    if no_direct:
+        return _because(staged, f"no direct path: {no_direct}")
+    shape = f"{work.pages} pages of {work.page_bytes} bytes in {work.runs} runs"
+    staged_time, direct_time = f"{staged_seconds * 1e3:.3f} ms", f"{direct_path_seconds * 1e3:.3f} ms"
+    if staged_seconds <= direct_path_seconds * (1 + STAGED_PREFERENCE):
+        return _because(staged, f"{shape}: staged {staged_time} against direct {direct_time}, and it holds no SM")
+    return _because(direct, f"{shape}: direct {direct_time} against staged {staged_time}")
+
+
+def _because(plan: Plan, reason: str) -> Plan:
+    return Plan(plan.path, reason, plan.expected_seconds, plan.block_quota)
