@@ -26,10 +26,10 @@ class DirectionConstants:
     copy_bytes_per_second
         One large copy between pinned memory and the device.
     batch_copy_seconds, copy_seconds, copy_2d_seconds
-        Time one more copy adds on top of its bytes: in a batch, submitted alone, and as a 2-D copy. The larger of what the
-        copy engine and what the caller's thread need.
+        Time one more copy adds on top of its bytes: in a batch, submitted alone, and as a 2-D copy. The larger of what
+        the copy engine and what the caller's thread need.
     width_efficiency
-        ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of that width reach.
+        ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of it reach.
     cta_bytes_per_second
         What one CTA of the main module moves.
     direct_bytes_per_second
@@ -50,7 +50,7 @@ class DirectionConstants:
         return max(1, math.ceil(self.direct_bytes_per_second / self.cta_bytes_per_second - 1e-6))
 
     def efficiency(self, width: int) -> float:
-        """Share of the bandwidth that 2-D copies ``width`` bytes wide reach, between measured widths by the logarithm."""
+        """Share of the bandwidth that 2-D copies ``width`` bytes wide reach, by the logarithm between measured widths."""
         before = self.width_efficiency[0]
         for point in self.width_efficiency:
             if width <= point[0]:
@@ -100,7 +100,7 @@ H200 = DeviceConstants(
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
         width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
-        cta_bytes_per_second=18e9,
+        cta_bytes_per_second=14e9,
         direct_bytes_per_second=52.2e9,
     ),
     load=DirectionConstants(
@@ -112,7 +112,7 @@ H200 = DeviceConstants(
         cta_bytes_per_second=6.5e9,
         direct_bytes_per_second=51.1e9,
     ),
-    launch_seconds=8e-6,
+    launch_seconds=5e-6,
     relayout_bytes_per_second=1.3e12,
 )
 """Figures of the project's design notes; what a device uses until it is calibrated."""
@@ -215,7 +215,7 @@ STAGED_PREFERENCE = 0.04
 
 
 def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
-    """Expected device time of a staged write-back through ``staging_bytes`` of double-buffered staging memory."""
+    """Model the device time of a staged write-back through ``staging_bytes`` of double-buffered staging memory."""
     chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
     chunks = math.ceil(work.bytes / chunk)
     pieces = work.layers * work.planes if work.layout is HostLayout.LAYER_FIRST else 1
@@ -229,7 +229,7 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
 def staged_load_seconds(
     work: Work, constants: DeviceConstants, staging_bytes: int, *, layer_by_layer: bool = True
 ) -> float:
-    """Expected device time of a staged load-back: all layers in order, or whole pages at once."""
+    """Model the device time of a staged load-back: all layers in order, or whole pages at once."""
     direction = constants.load
     if not layer_by_layer and work.layout is not HostLayout.LAYER_FIRST:
         chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
@@ -257,7 +257,7 @@ def staged_load_seconds(
 
 
 def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:
-    """Expected device time of a direct transfer held to ``ctas`` CTAs, in ``launches`` kernels."""
+    """Model the device time of a direct transfer held to ``ctas`` CTAs, in ``launches`` kernels."""
     return launches * launch_seconds + work.bytes / direction.direct_rate(ctas)
 
 
@@ -314,8 +314,8 @@ def plan_load(
 ) -> Plan:
     """Choose the path of a load-back; ``layer_by_layer`` False where all layers are asked for in one call.
 
-    The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and errors
-    are those of :func:`plan_write_back`.
+    The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and
+    errors are those of :func:`plan_write_back`.
     """
     launches = work.layers if layer_by_layer else 1
     seconds = staged_load_seconds(work, constants, staging_bytes, layer_by_layer=layer_by_layer)
@@ -330,7 +330,7 @@ def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
         raise ValueError(
             f"block_quota is {block_quota}; it must be None, 0 (no SM-driven transfer) or a number of CTAs"
         )
-    return direction.saturating_ctas if not block_quota else block_quota
+    return block_quota if block_quota else direction.saturating_ctas
 
 
 def _choose(
