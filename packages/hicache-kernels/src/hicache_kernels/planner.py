@@ -50,7 +50,7 @@ class DirectionConstants:
         return max(1, math.ceil(self.direct_bytes_per_second / self.cta_bytes_per_second - 1e-6))
 
     def efficiency(self, width: int) -> float:
-        """Share of the bandwidth that 2-D copies ``width`` bytes wide reach, by the logarithm between measured widths."""
+        """Share of the bandwidth of 2-D copies ``width`` bytes wide, by its logarithm between measured widths."""
         before = self.width_efficiency[0]
         for point in self.width_efficiency:
             if width <= point[0]:

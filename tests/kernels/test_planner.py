@@ -1,0 +1,195 @@
+"""The planner, on invented constants: paths, reasons, quotas, demands."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_kernels import HostLayout
+from hicache_kernels.planner import (
+    H200,
+    STAGED_PREFERENCE,
+    Availability,
+    DeviceConstants,
+    DirectionConstants,
+    PathUnavailableError,
+    Plan,
+    Work,
+    plan_load,
+    plan_write_back,
+)
+
+LAYOUTS = list(HostLayout)
+PLANNERS = [plan_write_back, plan_load]
+DIRECTION = DirectionConstants(
+    copy_bytes_per_second=50e9,
+    batch_copy_seconds=1e-6,
+    copy_seconds=3e-6,
+    copy_2d_seconds=4e-6,
+    width_efficiency=((256, 0.5), (4096, 0.6), (32768, 1.0)),
+    cta_bytes_per_second=10e9,
+    direct_bytes_per_second=45e9,
+)
+CONSTANTS = DeviceConstants("invented", DIRECTION, DIRECTION, launch_seconds=5e-6, relayout_bytes_per_second=1e12)
+
+
+def work(*, pages: int, runs: int, page_bytes: int, layout: HostLayout = HostLayout.PAGE_FIRST_DIRECT) -> Work:
+    return Work(layout, pages, runs, page_bytes, page_size=16, layers=32, planes=2, row_bytes=1024)
+
+
+works = st.builds(
+    lambda layout, pages, runs, page_kilobytes, page_size, layers: Work(
+        layout, pages, min(runs, pages), page_kilobytes * layers * page_size * 2, page_size, layers, 2, page_kilobytes
+    ),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.sampled_from([1, 16, 64, 256]),
+    st.integers(1, 128),
+)
+
+
+def test_one_long_run_is_written_back_staged() -> None:
+    plan = plan_write_back(work(pages=256, runs=1, page_bytes=2 << 20), constants=CONSTANTS)
+    assert plan.path == "staged"
+    assert plan.block_quota == 0
+    assert "256 pages" in plan.reason
+    assert "1 runs" in plan.reason
+
+
+def test_scattered_small_pages_are_written_back_directly() -> None:
+    plan = plan_write_back(work(pages=8192, runs=8192, page_bytes=32 << 10), constants=CONSTANTS)
+    assert plan.path == "direct"
+    assert plan.block_quota == DIRECTION.saturating_ctas == 5
+
+
+def test_layer_by_layer_load_of_narrow_shares_goes_direct_and_of_wide_shares_staged() -> None:
+    narrow = Work(HostLayout.PAGE_FIRST, 1024, 1, 512 << 10, page_size=16, layers=32, planes=2)
+    wide = dataclasses.replace(narrow, layout=HostLayout.PAGE_FIRST_DIRECT, page_bytes=2 << 20)
+    assert plan_load(narrow, constants=CONSTANTS).path == "direct"
+    assert plan_load(wide, constants=CONSTANTS).path == "staged"
+
+
+def test_loading_all_layers_in_one_call_moves_whole_pages() -> None:
+    narrow = Work(HostLayout.PAGE_FIRST, 1024, 1, 512 << 10, page_size=16, layers=32, planes=2)
+    assert plan_load(narrow, constants=CONSTANTS, layer_by_layer=False).path == "staged"
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(work=works)
+def test_auto_takes_the_faster_path_or_staged_within_the_preference(planner, work: Work) -> None:
+    auto = planner(work, constants=CONSTANTS)
+    staged = planner(work, constants=CONSTANTS, policy="staged")
+    direct = planner(work, constants=CONSTANTS, policy="direct")
+    best = min(staged.expected_seconds, direct.expected_seconds)
+    assert auto.expected_seconds <= best * (1 + STAGED_PREFERENCE)
+    assert auto.path == ("staged" if staged.expected_seconds <= direct.expected_seconds * 1.04 else "direct")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(work=works, policy=st.sampled_from(["auto", "staged", "direct"]))
+def test_no_path_is_expected_to_beat_the_bus(planner, work: Work, policy: str) -> None:
+    plan = planner(work, policy=policy)
+    assert plan.expected_seconds > work.bytes / 55.3e9
+    assert plan.reason
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(work=works, extra=st.integers(0, 4096))
+def test_more_runs_never_make_a_staged_transfer_faster(planner, work: Work, extra: int) -> None:
+    if work.layout is not HostLayout.PAGE_FIRST_DIRECT:
+        more = dataclasses.replace(work, runs=min(work.pages, work.runs + extra))
+        fewer = planner(work, constants=CONSTANTS, policy="staged").expected_seconds
+        assert planner(more, constants=CONSTANTS, policy="staged").expected_seconds >= fewer * 0.999
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_quota_caps_the_ctas_and_slows_the_direct_path(planner) -> None:
+    scattered = work(pages=8192, runs=8192, page_bytes=32 << 10)
+    free = planner(scattered, constants=CONSTANTS, policy="direct")
+    capped = planner(scattered, constants=CONSTANTS, policy="direct", block_quota=1)
+    assert capped.block_quota == 1
+    assert capped.expected_seconds > 4 * free.expected_seconds
+    assert planner(scattered, constants=CONSTANTS, policy="direct", block_quota=64).block_quota == 64
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_quota_zero_forbids_the_direct_path(planner) -> None:
+    scattered = work(pages=8192, runs=8192, page_bytes=32 << 10)
+    plan = planner(scattered, constants=CONSTANTS, block_quota=0)
+    assert plan.path == "staged"
+    assert "block_quota is 0" in plan.reason
+    with pytest.raises(PathUnavailableError, match="block_quota is 0"):
+        planner(scattered, constants=CONSTANTS, block_quota=0, policy="direct")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_missing_path_is_named_in_the_reason_of_auto(planner) -> None:
+    run = work(pages=256, runs=1, page_bytes=2 << 20)
+    no_staged = Availability(staged=False, staged_reason="row_bytes 20 is no multiple of 16")
+    plan = planner(run, constants=CONSTANTS, available=no_staged)
+    assert plan.path == "direct"
+    assert "row_bytes 20" in plan.reason
+    no_direct = Availability(direct=False, direct_reason="no compiler")
+    plan = planner(work(pages=8192, runs=8192, page_bytes=4096), constants=CONSTANTS, available=no_direct)
+    assert plan.path == "staged"
+    assert "no compiler" in plan.reason
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_without_any_compiled_path_auto_takes_the_reference_and_names_both_reasons(planner) -> None:
+    nothing = Availability(False, False, "staged did not build", "main did not build")
+    plan = planner(work(pages=2, runs=1, page_bytes=4096), available=nothing)
+    assert plan.path == "reference"
+    assert "staged did not build" in plan.reason
+    assert "main did not build" in plan.reason
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_a_demanded_path_that_is_missing_raises_and_says_why(planner, path: str) -> None:
+    nothing = Availability(False, False, "staged did not build", "main did not build")
+    word = "staged did" if path == "staged" else "main did"
+    with pytest.raises(PathUnavailableError, match=f"policy '{path}'.*{word} not build"):
+        planner(work(pages=2, runs=1, page_bytes=4096), available=nothing, policy=path)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_unknown_policies_and_negative_quotas_are_named(planner) -> None:
+    run = work(pages=2, runs=1, page_bytes=4096)
+    with pytest.raises(ValueError, match=r"policy is 'fast'.*auto, staged, direct"):
+        planner(run, policy="fast")
+    with pytest.raises(ValueError, match="block_quota is -1"):
+        planner(run, block_quota=-1)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_empty_work_is_planned(planner, layout: HostLayout) -> None:
+    assert isinstance(planner(work(pages=0, runs=0, page_bytes=4096, layout=layout)), Plan)
+
+
+def test_width_efficiency_is_clamped_and_interpolated_by_the_logarithm() -> None:
+    assert DIRECTION.efficiency(16) == 0.5
+    assert DIRECTION.efficiency(256) == 0.5
+    assert DIRECTION.efficiency(1024) == pytest.approx(0.55)
+    assert DIRECTION.efficiency(4096) == pytest.approx(0.6)
+    assert DIRECTION.efficiency(1 << 30) == 1.0
+
+
+def test_width_of_a_layer_follows_the_layout() -> None:
+    run = work(pages=64, runs=2, page_bytes=32 * 16 * 2 * 1024)
+    assert run.layer_width == 16 * 2 * 1024
+    assert dataclasses.replace(run, layout=HostLayout.PAGE_FIRST).layer_width == 2 * 1024
+    assert dataclasses.replace(run, layout=HostLayout.LAYER_FIRST).layer_width == 16 * 1024 * 32
+
+
+def test_defaults_of_an_h200_follow_the_design_notes() -> None:
+    assert H200.write_back.saturating_ctas == 4
+    assert H200.load.saturating_ctas == 8
+    small = Work(HostLayout.PAGE_FIRST, 512 << 20 >> 15, 512 << 20 >> 15, 32 << 10, 1, 8, 2, 2048)
+    assert plan_write_back(small).path == "direct"
+    large = dataclasses.replace(small, pages=128, runs=128, page_bytes=4 << 20, page_size=64)
+    assert plan_write_back(large).path == "staged"
