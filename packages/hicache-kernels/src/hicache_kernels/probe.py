@@ -1,0 +1,253 @@
+"""Loads modules on first use and remembers the outcome, good or bad: asking is cheap and never raises."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tvm_ffi
+
+from .build import (
+    build_key,
+    build_lock,
+    cache_directory,
+    clear_remains,
+    compile_module,
+    covers,
+    keep,
+    library_name,
+    read_record,
+    target_archs,
+)
+from .compilers import BuildError, Compiler, find_compiler
+from .spec import DEVICE_TYPES, ModuleSpec, module_specs
+
+logger = logging.getLogger(__name__)
+
+PREBUILT_VARIABLE = "HICACHE_KERNELS_PREBUILT"
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """How the attempt to load a module ended; it is made once a process.
+
+    Attributes
+    ----------
+    module
+        The module, or None.
+    reason
+        Why there is none; None where there is one.
+    origin
+        ``"prebuilt"``, ``"cache"`` or ``"built"``; None without a module.
+    path
+        The library; it may be gone where the cache could not keep it.
+    seconds
+        What loading took, building included.
+    """
+
+    module: tvm_ffi.Module | None
+    reason: str | None
+    origin: str | None = None
+    path: Path | None = None
+    seconds: float = 0.0
+
+
+class ModuleLoader:
+    """Loads modules of a list of specs, each at most once; safe from several threads and processes.
+
+    Parameters
+    ----------
+    specs
+        Modules on offer; the package's own by default.
+    cache
+        Directory of builds; None takes :func:`hicache_kernels.build.cache_directory` at each load.
+    """
+
+    def __init__(self, specs: Sequence[ModuleSpec] | None = None, *, cache: Path | None = None) -> None:
+        self._specs = {(s.name, s.device_type): s for s in (module_specs() if specs is None else specs)}
+        self._cache = cache
+        # Outcomes only grow; each is made under the lock of its key, so that two modules can build side by side.
+        self._outcomes: dict[tuple[str, str], LoadOutcome] = {}
+        self._locks = {key: threading.Lock() for key in self._specs}
+
+    def outcome(self, name: str, device_type: str) -> LoadOutcome:
+        """Load the module unless that was tried before; never raises."""
+        key = (name, device_type)
+        known = self._outcomes.get(key)
+        if known is not None:
+            return known
+        if device_type not in DEVICE_TYPES:
+            return self._conclude(key, LoadOutcome(None, f"no kernels for {device_type}"))
+        spec = self._specs.get(key)
+        if spec is None:
+            names = ", ".join(sorted({n for n, _ in self._specs}))
+            return self._conclude(key, LoadOutcome(None, f"no module named {name!r}; there are {names}"))
+        with self._locks[key]:
+            known = self._outcomes.get(key)
+            return known if known is not None else self._conclude(key, self._attempt(spec))
+
+    def _conclude(self, key: tuple[str, str], outcome: LoadOutcome) -> LoadOutcome:
+        self._outcomes[key] = outcome
+        if outcome.reason is not None:
+            logger.warning("module %s for %s is not available: %s", *key, outcome.reason)
+        else:
+            logger.info("module %s for %s: %s (%s, %.2f s)", *key, outcome.path, outcome.origin, outcome.seconds)
+        return outcome
+
+    def _attempt(self, spec: ModuleSpec) -> LoadOutcome:
+        start = time.perf_counter()
+        try:
+            module, origin, path = self._load(spec)
+        except BuildError as error:
+            return LoadOutcome(None, str(error), seconds=time.perf_counter() - start)
+        except Exception as error:  # a probe must not raise, whatever a driver, file system or loader comes up with
+            logger.debug("loading %s failed", spec.key, exc_info=True)
+            reason = f"loading {spec.key} failed: {type(error).__name__}: {error}"
+            return LoadOutcome(None, reason, seconds=time.perf_counter() - start)
+        return LoadOutcome(module, None, origin, path, time.perf_counter() - start)
+
+    def _load(self, spec: ModuleSpec) -> tuple[tvm_ffi.Module, str, Path]:
+        archs = target_archs(spec.device_type)
+        prebuilt = os.environ.get(PREBUILT_VARIABLE)
+        if prebuilt:
+            library = Path(prebuilt) / library_name(spec)
+            try:
+                check_prebuilt(spec, library, archs)
+                return open_library(library), "prebuilt", library
+            except BuildError as error:
+                logger.warning("prebuilt module not used, building instead: %s", error)
+        return self._load_or_build(spec, archs)
+
+    def _load_or_build(self, spec: ModuleSpec, archs: Sequence[str]) -> tuple[tvm_ffi.Module, str, Path]:
+        cache = cache_directory() if self._cache is None else self._cache
+        compiler = find_compiler(spec.device_type, memory=cache)
+        check_driver(compiler.toolkit_major)
+        entry = cache / build_key(spec, compiler, archs)
+        kept = entry / library_name(spec)
+        with contextlib.ExitStack() as stack:
+            writable = True
+            if read_record(kept) is None:
+                try:
+                    stack.enter_context(build_lock(cache / f"{entry.name}.lock"))
+                    clear_remains(entry)
+                except OSError as error:
+                    logger.warning("the build of %s cannot be kept in %s: %s", spec.key, cache, error)
+                    writable = False
+            if read_record(kept) is not None:
+                try:
+                    return open_library(kept), "cache", kept
+                except BuildError as error:
+                    logger.warning("building %s again: %s", spec.key, error)
+            return self._build(spec, compiler, archs, entry if writable else None)
+
+    def _build(
+        self, spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], entry: Path | None
+    ) -> tuple[tvm_ffi.Module, str, Path]:
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="hicache-kernels-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise BuildError(f"no temporary directory to build {spec.key} in: {error}") from error
+        with scratch:
+            library = compile_module(spec, compiler, archs, Path(scratch.name))
+            if entry is not None:
+                try:
+                    keep(library, entry)
+                    library = entry / library.name
+                except OSError as error:
+                    logger.warning("the build of %s cannot be kept in %s: %s", spec.key, entry.parent, error)
+            # A loaded library stays mapped after its file has gone with the temporary directory.
+            return open_library(library), "built", library
+
+
+def open_library(library: Path) -> tvm_ffi.Module:
+    """Load a library.
+
+    Raises
+    ------
+    BuildError
+        Where it does not load.
+    """
+    try:
+        return tvm_ffi.load_module(str(library))
+    except Exception as error:
+        raise BuildError(f"{library} does not load: {error}") from error
+
+
+def check_prebuilt(spec: ModuleSpec, library: Path, archs: Sequence[str]) -> None:
+    """Check that a prebuilt library is of these sources and runs on ``archs``.
+
+    Raises
+    ------
+    BuildError
+        Saying what does not match.
+    """
+    record = read_record(library)
+    if record is None:
+        raise BuildError(f"{library} or its record is missing or damaged")
+    if record.source_key != spec.source_key():
+        raise BuildError(f"{library} was built from other sources ({record.source_key}, here {spec.source_key()})")
+    if _series(record.tvm_ffi_version) != _series(tvm_ffi.__version__):
+        raise BuildError(f"{library} was built with tvm-ffi {record.tvm_ffi_version}, here {tvm_ffi.__version__}")
+    if not covers(spec.device_type, record.archs, archs):
+        raise BuildError(f"{library} has code for {', '.join(record.archs)}, here {', '.join(archs)}")
+    check_driver(record.toolkit_major)
+
+
+def _series(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def check_driver(toolkit_major: int | None) -> None:
+    """Check that the driver here, if any, runs what a CUDA toolkit of this major version builds.
+
+    Raises
+    ------
+    BuildError
+        Where the toolkit is newer than the driver.
+    """
+    if toolkit_major is None:
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    version = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and 0 < version.value // 1000 < toolkit_major:
+        raise BuildError(
+            f"the driver supports CUDA {version.value // 1000}, the compiler is of CUDA {toolkit_major}: "
+            f"install a newer driver, or name an older toolkit with CUDA_HOME"
+        )
+
+
+_loader = ModuleLoader()
+
+
+def load_module(name: str, device_type: str) -> tvm_ffi.Module | None:
+    """Compiled module, built on first use; None where it cannot be had (:func:`unavailable_reason` says why).
+
+    Parameters
+    ----------
+    name
+        ``"main"`` or ``"staged"``.
+    device_type
+        ``"cpu"``, ``"cuda"`` or ``"rocm"``; see :func:`hicache_kernels.spec.module_device_type`.
+    """
+    return _loader.outcome(name, device_type).module
+
+
+def unavailable_reason(name: str, device_type: str) -> str | None:
+    """Why :func:`load_module` gives None, in one sentence; None where it gives a module."""
+    return _loader.outcome(name, device_type).reason
+
+
+def load_outcome(name: str, device_type: str) -> LoadOutcome:
+    """Everything known about the attempt to load a module; makes it if there was none."""
+    return _loader.outcome(name, device_type)

@@ -1,0 +1,115 @@
+"""What a compiled module is: the one list of specs behind loader, ahead-of-time builder, compile tests and ``info``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+CSRC = Path(__file__).resolve().parent / "csrc"
+"""Sources shipped inside the package."""
+
+MODULE_NAMES = ("main", "staged")
+"""Modules, each compiled apart from the others."""
+
+DEVICE_TYPES = ("cpu", "cuda", "rocm")
+"""Device types with kernels."""
+
+_COMMON_FLAGS = ("-std=c++17", "-O3")
+
+# Hidden visibility keeps the inline helpers of csrc/include private to each module: without it the dynamic linker
+# would merge their function-local statics across the modules of one process.
+#
+# nvcc links cudart statically: streams, events and contexts are objects of the driver, so they pass between the
+# engine's runtime and ours, while a shared libcudart would have to be of the same major version as the one torch
+# brings along, and found at load time. It also keeps our last-error state apart from the engine's.
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "cpu": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread"),
+    "cuda": (*_COMMON_FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread", "-cudart=static"),
+    "rocm": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-D__HIP_PLATFORM_AMD__=1"),
+}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One module for one device type, before any compiler has been asked.
+
+    Attributes
+    ----------
+    name
+        ``"main"`` or ``"staged"``.
+    device_type
+        ``"cpu"``, ``"cuda"`` or ``"rocm"``.
+    sources
+        Translation units handed to the compiler.
+    include_dirs
+        Directories of the project's own headers; tvm-ffi's are added when building.
+    flags
+        Compiler flags, without those that name an architecture.
+    """
+
+    name: str
+    device_type: str
+    sources: tuple[Path, ...]
+    include_dirs: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Name of the spec, unique in a list of specs: ``main-cuda``."""
+        return f"{self.name}-{self.device_type}"
+
+    def input_files(self) -> tuple[Path, ...]:
+        """Every file the build can read from the project: the module's own directory and the include directories."""
+        return tuple(path for _, path in self._named_files())
+
+    def _named_files(self) -> list[tuple[str, Path]]:
+        directories = {source.parent for source in self.sources} | set(self.include_dirs)
+        return sorted(
+            (path.relative_to(directory.parent).as_posix(), path)
+            for directory in directories
+            for path in directory.rglob("*")
+            if path.is_file()
+        )
+
+    def source_key(self) -> str:
+        """Digest (32 hex digits) of the sources and the flags; equal wherever the package is installed.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where a source is missing.
+        """
+        for source in self.sources:
+            if not source.is_file():
+                raise FileNotFoundError(f"source {source} is missing")
+        digest = hashlib.sha256(repr((self.name, self.device_type, self.flags)).encode())
+        for name, path in self._named_files():
+            content = path.read_bytes()
+            digest.update(repr((name, len(content))).encode())
+            digest.update(content)
+        return digest.hexdigest()[:32]
+
+
+def module_specs(csrc: Path = CSRC) -> tuple[ModuleSpec, ...]:
+    """Specs of every module and device type over the sources in ``csrc``."""
+    return tuple(
+        ModuleSpec(
+            name=name,
+            device_type=device_type,
+            sources=(csrc / name / f"{name}{'.cc' if device_type == 'cpu' else '.cu'}",),
+            include_dirs=(csrc / "include",),
+            flags=_FLAGS[device_type],
+        )
+        for name in MODULE_NAMES
+        for device_type in DEVICE_TYPES
+    )
+
+
+def module_device_type(device: torch.device) -> str:
+    """Device type whose modules serve tensors on ``device``: torch calls AMD devices ``cuda`` too."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "rocm"
+    return device.type
