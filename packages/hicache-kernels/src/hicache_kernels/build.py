@@ -110,7 +110,7 @@ def _arch_number(arch: str) -> tuple[int, str]:
 
 
 def arch_flags(device_type: str, archs: Sequence[str]) -> list[str]:
-    """Return the flags that make the compiler emit code for ``archs``, and on CUDA also portable code of the newest one."""
+    """Return the flags that emit code for ``archs``, and on CUDA also portable code of the newest one."""
     if device_type == "cpu":
         return []
     if device_type == "rocm":
@@ -191,17 +191,16 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
     except OSError as error:
         raise BuildError(f"{compiler.path} cannot build {spec.key}: {error}") from error
     if result.returncode != 0 or not library.is_file():
-        logger.debug("output of the failed build of %s:\n%s", spec.key, result.stdout)
-        raise BuildError(
-            f"{compiler.path} failed with exit code {result.returncode} on {spec.key}: {first_errors(result.stdout)}"
-        )
+        printed = result.stderr + result.stdout
+        logger.debug("output of the failed build of %s:\n%s", spec.key, printed)
+        raise BuildError(f"{compiler.path} exited with {result.returncode} on {spec.key}: {first_errors(printed)}")
     record = BuildRecord(
         name=spec.name,
         device_type=spec.device_type,
         source_key=source_key,
         archs=tuple(archs),
         tvm_ffi_version=tvm_ffi.__version__,
-        compiler=f"{compiler.real_path}: {compiler.version.splitlines()[-1] if compiler.version else ''}",
+        compiler=f"{compiler.real_path}: {compiler.summary}",
         toolkit_major=compiler.toolkit_major,
         bytes=library.stat().st_size,
     )

@@ -47,6 +47,12 @@ class Compiler:
         return int(found.group(1)) if found else None
 
     @property
+    def summary(self) -> str:
+        """Version on one line."""
+        lines = self.version.splitlines() or ["unknown version"]
+        return next((line for line in lines if "release" in line), lines[0])
+
+    @property
     def identity(self) -> str:
         """What a build depends on of the compiler."""
         return f"{self.real_path}\n{self.version}"
@@ -85,15 +91,14 @@ def find_compiler_path(device_type: str) -> str:
 
 
 def run_compiler(device_type: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler to its end; the one place that starts one. Output and errors come together as text."""
+    """Run a compiler to its end, with output and errors as text; the one place that starts one."""
     environment = dict(os.environ)
     if device_type == "rocm":
         environment["HIP_PLATFORM"] = "amd"
     return subprocess.run(
         list(arguments),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         errors="replace",
         env=environment,
@@ -109,12 +114,12 @@ def _stamp(path: str) -> list[int]:
 def _ask(device_type: str, path: str) -> Compiler:
     result = run_compiler(device_type, [path, "--version"])
     if result.returncode != 0:
-        raise BuildError(f"{path} --version failed: {' '.join(result.stdout.split())[:300]}")
+        raise BuildError(f"{path} --version failed: {' '.join((result.stderr + result.stdout).split())[:300]}")
     real_path = os.path.realpath(path)
     if device_type == "cuda":
         # A wrapper on PATH keeps its time stamp when the toolkit behind it is replaced; nvcc itself knows where it is.
         dry_run = run_compiler(device_type, [path, "--dryrun", "-x", "cu", "-c", os.devnull])
-        top = re.search(r"^#\$ TOP=(.+)$", dry_run.stdout, re.MULTILINE)
+        top = re.search(r"^#\$ TOP=(.+)$", dry_run.stdout + dry_run.stderr, re.MULTILINE)
         if top:
             behind = os.path.realpath(Path(top.group(1).strip()) / "bin" / "nvcc")
             real_path = behind if os.path.isfile(behind) else real_path

@@ -1,0 +1,5 @@
+"""Runs the command line: ``python -m hicache_kernels``."""
+
+from .cli import app
+
+app(prog_name="hicache-kernels")

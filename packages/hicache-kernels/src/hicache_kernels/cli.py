@@ -1,0 +1,107 @@
+"""Command line of the kernels: build modules ahead of time, and see what is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from .ahead import build_ahead, group_archs
+from .info import KernelsInfo, kernels_info
+from .probe import PREBUILT_VARIABLE, load_outcome
+from .spec import MODULE_NAMES, module_specs
+
+app = typer.Typer(
+    help="Compiled modules that move KV cache pages: build them, and see what is there.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        str, typer.Option(help="Architectures, separated by commas: cpu, sm_NN (CUDA), gfxNNN (ROCm).")
+    ] = "cpu,sm_80,sm_90,sm_100,sm_120",
+    out: Annotated[Path, typer.Option(help="Directory of the libraries.")] = Path("prebuilt"),
+    module: Annotated[list[str] | None, typer.Option(help="Only this module; may be repeated.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Builds at a time [default: processors].")] = None,
+) -> None:
+    """Build modules ahead of time, one library a module and device type."""
+    wanted = module or list(MODULE_NAMES)
+    archs = [name.strip() for name in arch.split(",") if name.strip()]
+    try:
+        group_archs(archs)
+        if unknown := sorted(set(wanted) - set(MODULE_NAMES)):
+            raise ValueError(f"module is {unknown[0]!r}; it must be one of {', '.join(MODULE_NAMES)}")
+    except ValueError as error:
+        errors.print(f"[red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    table = Table("module", "architectures", "seconds", "KiB", Column("library", overflow="fold"))
+    failures = []
+    specs = [spec for spec in module_specs() if spec.name in wanted]
+    try:
+        with console.status("building"):
+            for result in build_ahead(archs, out, specs=specs, jobs=jobs):
+                if result.library is None:
+                    failures.append(f"{result.key}: {result.error}")
+                    continue
+                size = f"{result.library.stat().st_size / 1024:.0f}"
+                row = (result.key, " ".join(result.archs), f"{result.seconds:.1f}", size, str(result.library))
+                table.add_row(*row)
+    except OSError as error:
+        errors.print(f"[red]error:[/] cannot write to {out}: {error}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    if table.row_count:
+        console.print(table)
+        console.print(f"Use them with {PREBUILT_VARIABLE}={out.resolve()}", soft_wrap=True)
+    for failure in failures:
+        errors.print(f"[red]error:[/] {failure}", soft_wrap=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def info(
+    load: Annotated[bool, typer.Option("--load", help="Load every module first, building what is missing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show versions, compilers, the build cache, and for each module what loading it would do and why."""
+    if load:
+        for spec in module_specs():
+            load_outcome(spec.name, spec.device_type)
+    found = kernels_info()
+    if as_json:
+        console.print_json(json.dumps(dataclasses.asdict(found), default=str))
+        return
+    show_info(found, console)
+
+
+def show_info(found: KernelsInfo, to: Console) -> None:
+    """Print the tables of ``hicache-kernels info``."""
+    general = Table("what", Column("value", overflow="fold"), title="installation")
+    for name, version in found.versions.items():
+        general.add_row(name, version)
+    general.add_row("devices", ", ".join(found.devices) or "none")
+    cache = found.cache
+    state = "" if cache.writable else ", not writable"
+    general.add_row("build cache", f"{cache.path} ({cache.setting}{state})")
+    general.add_row("builds kept", f"{cache.builds}, {cache.bytes / 2**20:.1f} MiB")
+    general.add_row("prebuilt", found.prebuilt or f"none ({PREBUILT_VARIABLE} is not set)")
+    to.print(general)
+    compilers = Table("device type", "compiler", Column("version or reason", overflow="fold"), title="compilers")
+    for compiler in found.compilers:
+        compilers.add_row(compiler.device_type, compiler.path or f"no {compiler.name}", compiler.detail)
+    to.print(compilers)
+    modules = Table("module", "device type", "state", Column("library or reason", overflow="fold"), title="modules")
+    for module in found.modules:
+        detail = "\n".join(part for part in (module.detail, module.note) if part)
+        modules.add_row(module.name, module.device_type, module.state, detail)
+    to.print(modules)

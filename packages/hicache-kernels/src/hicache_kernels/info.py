@@ -1,0 +1,154 @@
+"""Says what this installation can load and why not more, without building anything."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import tvm_ffi
+
+from .build import CACHE_VARIABLE, build_key, cache_directory, library_name, read_record, target_archs
+from .compilers import BuildError, compiler_name, find_compiler
+from .probe import PREBUILT_VARIABLE, check_prebuilt
+from .spec import DEVICE_TYPES, ModuleSpec, module_specs
+
+
+@dataclass(frozen=True)
+class CompilerState:
+    """The compiler of a device type: its path and version, or why there is none."""
+
+    device_type: str
+    name: str
+    path: str | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What loading a module would do.
+
+    Attributes
+    ----------
+    name, device_type
+        The spec's.
+    state
+        ``"prebuilt"``, ``"cached"``, ``"to build"`` or ``"unavailable"``.
+    detail
+        The library, or the reason.
+    note
+        Why a prebuilt library is passed over, else empty.
+    source_key
+        Digest of sources and flags, None where sources are missing.
+    """
+
+    name: str
+    device_type: str
+    state: str
+    detail: str
+    note: str
+    source_key: str | None
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """The directory of builds: where, from which setting, whether it takes new builds, what it holds."""
+
+    path: Path
+    setting: str
+    writable: bool
+    builds: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class KernelsInfo:
+    """Everything ``hicache-kernels info`` shows."""
+
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    cache: CacheState
+    prebuilt: str | None
+    compilers: tuple[CompilerState, ...]
+    modules: tuple[ModuleState, ...]
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a build depends on."""
+    return {
+        "hicache-kernels": metadata.version("hicache-kernels"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda of torch": str(torch.version.cuda),
+        "rocm of torch": str(torch.version.hip),
+        "tvm-ffi": tvm_ffi.__version__,
+    }
+
+
+def devices() -> tuple[str, ...]:
+    """Name of each accelerator here."""
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
+
+
+def cache_state(path: Path | None = None) -> CacheState:
+    """Look at a directory of builds, the one in use by default."""
+    directory = cache_directory() if path is None else path
+    setting = "argument" if path is not None else CACHE_VARIABLE if os.environ.get(CACHE_VARIABLE) else "default"
+    libraries = [library for library in directory.glob("*/*.so") if read_record(library) is not None]
+    nearest = directory
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    return CacheState(directory, setting, writable, len(libraries), sum(lib.stat().st_size for lib in libraries))
+
+
+def compiler_state(device_type: str, memory: Path | None = None) -> CompilerState:
+    """Look for the compiler of a device type."""
+    try:
+        compiler = find_compiler(device_type, memory)
+    except BuildError as error:
+        return CompilerState(device_type, compiler_name(device_type), None, str(error))
+    return CompilerState(device_type, compiler_name(device_type), compiler.path, compiler.summary)
+
+
+def module_state(spec: ModuleSpec, cache: Path | None = None) -> ModuleState:
+    """Say what loading ``spec`` would do; builds nothing, loads nothing."""
+    directory = cache_directory() if cache is None else cache
+    note = ""
+    source_key = None
+    try:
+        source_key = spec.source_key()
+        archs = target_archs(spec.device_type)
+        prebuilt = os.environ.get(PREBUILT_VARIABLE)
+        if prebuilt:
+            library = Path(prebuilt) / library_name(spec)
+            try:
+                check_prebuilt(spec, library, archs)
+                return ModuleState(spec.name, spec.device_type, "prebuilt", str(library), note, source_key)
+            except BuildError as error:
+                note = f"prebuilt passed over: {error}"
+        compiler = find_compiler(spec.device_type, directory)
+        library = directory / build_key(spec, compiler, archs) / library_name(spec)
+        state, detail = ("cached", str(library)) if read_record(library) else ("to build", f"for {', '.join(archs)}")
+    except (BuildError, OSError) as error:
+        state, detail = "unavailable", str(error)
+    return ModuleState(spec.name, spec.device_type, state, detail, note, source_key)
+
+
+def kernels_info(specs: Sequence[ModuleSpec] | None = None) -> KernelsInfo:
+    """Collect everything; never raises because something is missing."""
+    memory = cache_directory()
+    return KernelsInfo(
+        versions=versions(),
+        devices=devices(),
+        cache=cache_state(),
+        prebuilt=os.environ.get(PREBUILT_VARIABLE),
+        compilers=tuple(compiler_state(device_type, memory) for device_type in DEVICE_TYPES),
+        modules=tuple(module_state(spec) for spec in (module_specs() if specs is None else specs)),
+    )
