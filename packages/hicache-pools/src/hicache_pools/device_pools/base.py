@@ -1,0 +1,106 @@
+"""DevicePool: what every description of an engine's device memory has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .components import DeviceComponent
+
+
+class DevicePool:
+    """Components over tensors an engine owns; describes and keeps them alive, copies nothing.
+
+    Attributes
+    ----------
+    components
+        One a buffer family, all with the same layers and device.
+    page_size
+        Slots a page.
+    size
+        Token slots the tensors hold.
+    layer_num
+        Layers, counted from the first layer of this pool.
+    device
+        Where the tensors are.
+    dtype
+        Type of the first component.
+    index_translation
+        int64 or int32 ``[virtual slots]`` on any device: the slot to use for each index a transfer is given; None
+        where indices are slots. Read when a transfer is queued, on its stream, so the table may change in between.
+    """
+
+    components: tuple[DeviceComponent, ...]
+    page_size: int
+    size: int
+    layer_num: int
+    device: torch.device
+    dtype: torch.dtype
+    index_translation: torch.Tensor | None
+
+    def _describe(
+        self,
+        components: Sequence[DeviceComponent],
+        page_size: int,
+        index_translation: torch.Tensor | None = None,
+    ) -> None:
+        first = components[0]
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; it must be at least 1")
+        for component in components:
+            for what, value, wanted in (
+                ("layers", component.layers, first.layers),
+                ("slots", component.slots, first.slots),
+                ("device", component.rows.device, first.rows.device),
+            ):
+                if value != wanted:
+                    raise ValueError(f"{component.name} has {what} {value}; {first.name} has {wanted}: they must agree")
+            if page_size % component.slots_per_row:
+                raise ValueError(
+                    f"page_size is {page_size}; a row of {component.name} stands for {component.slots_per_row} slots, "
+                    "so the page size must be a multiple of that"
+                )
+        if index_translation is not None:
+            check_index_translation(index_translation)
+        self.components = tuple(components)
+        self.page_size = page_size
+        self.size = first.slots
+        self.layer_num = first.layers
+        self.device = first.rows.device
+        self.dtype = first.dtype
+        self.index_translation = index_translation
+
+    @property
+    def index_size(self) -> int:
+        """Number of indices a transfer may name: virtual slots where there is a translation, slots otherwise."""
+        return self.size if self.index_translation is None else self.index_translation.numel()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements of all slots and layers."""
+        return sum(c.element_bytes * c.rows.slots * c.layers for c in self.components)
+
+    def component(self, name: str) -> DeviceComponent:
+        """Return one component.
+
+        Raises
+        ------
+        ValueError
+            If there is none of that name.
+        """
+        for component in self.components:
+            if component.name == name:
+                return component
+        raise ValueError(
+            f"component {name!r} is not in this {type(self).__name__}: {[c.name for c in self.components]}"
+        )
+
+
+def check_index_translation(table: torch.Tensor) -> None:
+    """Raise ValueError unless the table is a one-dimensional tensor of int64 or int32."""
+    if table.dim() != 1 or table.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"index_translation has shape {tuple(table.shape)} and dtype {table.dtype}; it must be [virtual slots] of "
+            "int64 or int32"
+        )

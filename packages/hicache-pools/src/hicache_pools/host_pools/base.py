@@ -1,0 +1,421 @@
+"""HostPool: everything a host pool does, once; a concrete pool names its components and what it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache_kernels import (
+    Capabilities,
+    HostLayout,
+    HostRows,
+    Plane,
+    PlaneTransfer,
+    TransferPolicy,
+    TransferResult,
+    host_strides,
+)
+
+from ..device_pools import DevicePool
+from ..extents import ExtentAllocator
+from ..packed_draft import append_draft_layers, unwrap_draft_pool
+from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
+from .indices import IndexRows
+from .transfer_gate import TransferGate
+
+IoBackend: TypeAlias = Literal["kernel", "direct"]
+
+TRANSFER_POLICIES = (TransferPolicy.AUTO, TransferPolicy.STAGED, TransferPolicy.DIRECT)
+IO_BACKENDS = ("kernel", "direct")
+
+
+class WriteBackStaging(NamedTuple):
+    """What the device's staging ring offers a pool: pages at once, and why there are none where it is 0."""
+
+    pages: int
+    reason: str
+
+
+class HostPool:
+    """Host memory for the pages of one device pool.
+
+    Parameters
+    ----------
+    device_pool
+        What is mirrored; see :mod:`hicache_pools.device_pools`.
+    host_to_device_ratio
+        Host slots for each device slot, where ``host_size`` is 0 or less.
+    host_size
+        Size in GB (10**9 bytes), where positive.
+    page_size
+        Slots a page.
+    layout
+        A :class:`hicache_kernels.HostLayout`; never rewritten.
+    pin_memory
+        Whether to register the memory with the device, where the pool's device needs that.
+    device
+        ``"cpu"``: where the host memory is.
+    allocator_type
+        ``"default"``, or another name :func:`hicache_pools.host_memory.allocate_host_buffer` knows.
+    transfer_policy
+        ``"auto"`` (the planner decides), ``"staged"`` or ``"direct"``.
+    pages
+        Exact number of pages, instead of ``host_to_device_ratio`` and ``host_size``.
+    packed_draft_device_pools
+        Device pools of draft models, bare or wrapped, whose layers follow the owner's in every slot.
+
+    Attributes
+    ----------
+    device_pool, packed_draft_device_pools
+        As given, drafts unwrapped.
+    layout, page_size, page_num, size
+        ``size`` in slots.
+    layer_num
+        Layers, drafts included.
+    geometry
+        What decides the meaning of a page's bytes.
+    page_bytes
+        Bytes of a page.
+    dtype
+        Of the first component.
+    device
+        ``"cpu"``.
+    can_use_jit
+        Whether the direct path is compiled.
+    can_use_write_back_jit
+        Whether there is a staged write-back; ``capabilities().reason`` says why not.
+    staging_page_capacity, staging_token_capacity
+        Pages and slots the staging ring takes at once; 0 without a staged write-back.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what was given and what is accepted; nothing is allocated then.
+    """
+
+    device_pool_type: ClassVar[type[DevicePool]] = DevicePool
+    """What ``device_pool`` must be."""
+    component_names: ClassVar[tuple[str, ...] | None] = None
+    """Components of the device pool that this pool keeps; all with None."""
+    layouts: ClassVar[tuple[HostLayout, ...]] = tuple(HostLayout)
+    """Layouts it accepts."""
+    fixed_page_size: ClassVar[int | None] = None
+    """The one page size it accepts, or None for any."""
+
+    def __init__(
+        self,
+        device_pool: DevicePool,
+        host_to_device_ratio: float,
+        host_size: float,
+        page_size: int,
+        layout: HostLayout | str = HostLayout.PAGE_FIRST,
+        pin_memory: bool = True,
+        device: str = "cpu",
+        allocator_type: str = "default",
+        transfer_policy: TransferPolicy | str = TransferPolicy.AUTO,
+        *,
+        pages: int | None = None,
+        packed_draft_device_pools: Sequence[object] = (),
+    ) -> None:
+        if not isinstance(device_pool, self.device_pool_type):
+            raise TypeError(
+                f"device_pool is a {type(device_pool).__name__}; {type(self).__name__} takes a "
+                f"{self.device_pool_type.__name__}"
+            )
+        if str(device) != "cpu":
+            raise ValueError(f"device is {device!r}; host memory is on 'cpu'")
+        policy = _one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
+        self.layout = HostLayout(_one_of("layout", layout, self.layouts))
+        if self.fixed_page_size is not None and page_size != self.fixed_page_size:
+            raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
+
+        drafts = tuple(unwrap_draft_pool(draft) for draft in packed_draft_device_pools)
+        names = self._component_names(device_pool)
+        components = [
+            append_draft_layers(device_pool.component(name), [draft.component(name) for draft in drafts])
+            for name in names
+        ]
+        self.geometry = pool_geometry(components, self.layout, page_size, components[0].layers)
+        if pages is None:
+            pages = _page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
+        if pages < 1:
+            raise ValueError(f"pages is {pages}; a host pool has at least 1")
+        self.device_pool = device_pool
+        self.packed_draft_device_pools = drafts
+        self._wrapped_drafts = tuple(packed_draft_device_pools)
+        self.dtype = device_pool.dtype
+        self._set_up_slots(pages)
+        self._components = {component.name: component for component in components}
+        self._strides = host_strides(
+            self.layout,
+            self.geometry.element_bytes,
+            layers=self.geometry.layers,
+            pages=pages,
+            page_size=self.geometry.rows_per_page,
+        )
+        self._allocate(pin_memory and device_pool.device.type != "cpu", allocator_type)
+        self._transfer: PlaneTransfer | None = PlaneTransfer(
+            [
+                Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
+                for c, s in zip(components, self._strides, strict=True)
+            ],
+            policy=policy,
+            boundaries=self._boundaries,
+        )
+        self._index_rows = IndexRows(
+            device_pool, size=self.size, page_size=page_size, slots_per_row=page_size // self.geometry.rows_per_page
+        )
+        self._init_write_back_staging_buffers()
+
+    @classmethod
+    def _component_names(cls, device_pool: DevicePool) -> tuple[str, ...]:
+        if cls.component_names is not None:
+            return cls.component_names
+        return tuple(component.name for component in device_pool.components)
+
+    def _set_up_slots(self, pages: int) -> None:
+        self.page_size = self.geometry.page_size
+        self.page_num = pages
+        self.size = pages * self.page_size
+        self.layer_num = self.geometry.layers
+        self.page_bytes = self.geometry.page_bytes
+        self.device = "cpu"
+        self.allocator = ExtentAllocator(pages, self.page_size)
+        self._gate = TransferGate(type(self).__name__)
+
+    def _allocate(self, pin: bool, allocator_type: str) -> None:
+        self._buffer: torch.Tensor | None = torch.empty(self.page_num * self.page_bytes, dtype=torch.uint8)
+        self._boundaries: tuple[int, ...] = ()
+
+    # -- slots
+
+    def alloc(self, n: int) -> torch.Tensor | None:
+        """Take ``n`` slots, a multiple of ``page_size``: owned int64 CPU indices ``[n]``, or None without room."""
+        self._gate.check_open()
+        return self.allocator.alloc(n)
+
+    def alloc_pages(self, n: int) -> npt.NDArray[np.int64] | None:
+        """Take ``n`` pages: their numbers, int64 ``[n]``, or None without room."""
+        self._gate.check_open()
+        return self.allocator.alloc_pages(n)
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give slots back, whole pages in any order; returns how many. A bad index raises and changes nothing."""
+        return self.allocator.free(indices)
+
+    def free_pages(self, pages: npt.ArrayLike) -> int:
+        """Give pages back; returns how many. A bad page raises and changes nothing."""
+        return self.allocator.free_pages(pages)
+
+    def available_size(self) -> int:
+        """Return the free slots."""
+        return self.allocator.available_size()
+
+    def clear(self) -> None:
+        """Free every slot; the bytes stay until they are overwritten."""
+        self.allocator.clear()
+
+    # -- transfers
+
+    @property
+    def transfer(self) -> PlaneTransfer:
+        """The planes and the ways to move them; RuntimeError once destroyed."""
+        self._gate.check_open()
+        if self._transfer is None:
+            raise RuntimeError(f"a {type(self).__name__} has no bytes, so it has no transfer")
+        return self._transfer
+
+    def backup_from_device_all_layer(
+        self,
+        device_pool: DevicePool | None,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str = "kernel",
+    ) -> TransferResult:
+        """Queue the copy of all layers of device slots to host slots, drafts included.
+
+        Parameters
+        ----------
+        device_pool
+            The pool this one was made for, or None.
+        host_indices, device_indices
+            int64 or int32 ``[n]`` on any device, whole pages in order.
+        io_backend
+            ``"kernel"`` (the planner decides) or ``"direct"`` (copies only, no rows moved by the SMs).
+
+        Returns
+        -------
+        TransferResult
+            The path, the reason, and the two events: device rows read, host bytes there.
+        """
+        options = self._options(device_pool, io_backend)
+        with self._gate.transfer():
+            rows = self._index_rows.rows(host_indices, device_indices)
+            return self._gate.track(self.transfer.write_back(rows.host, rows.device, **options))
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: DevicePool | None,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str = "kernel",
+        *,
+        is_draft: bool = False,
+    ) -> TransferResult:
+        """Queue the copy of one layer of host slots to device slots.
+
+        Parameters
+        ----------
+        device_pool
+            The pool this one was made for, or None. With ``is_draft``, one of the drafts to count from its first layer.
+        host_indices, device_indices
+            As in :meth:`backup_from_device_all_layer`.
+        layer_id
+            Layer of the device pool, from 0; with ``is_draft``, layer of the drafts, from the first draft's first.
+        io_backend
+            As in :meth:`backup_from_device_all_layer`.
+        is_draft
+            Whether the layer is a packed draft's.
+        """
+        layer = self._layer(device_pool, layer_id, is_draft)
+        options = self._options(None if is_draft else device_pool, io_backend)
+        with self._gate.transfer():
+            rows = self._index_rows.rows(host_indices, device_indices)
+            return self._gate.track(self.transfer.load(rows.host, rows.device, layer=layer, **options))
+
+    def load_to_device_all_layer(
+        self,
+        device_pool: DevicePool | None,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str = "kernel",
+    ) -> TransferResult:
+        """Queue the copy of all layers of host slots to device slots, drafts included."""
+        options = self._options(device_pool, io_backend)
+        with self._gate.transfer():
+            rows = self._index_rows.rows(host_indices, device_indices)
+            return self._gate.track(self.transfer.load(rows.host, rows.device, **options))
+
+    def capabilities(self) -> Capabilities:
+        """Paths of ``auto``, what is available, and why not more."""
+        return self.transfer.capabilities()
+
+    def _init_write_back_staging_buffers(self) -> None:
+        """Ask what the device's staging ring offers this pool, and set the flags to that."""
+        capabilities = self.transfer.capabilities()
+        self.can_use_jit = capabilities.direct
+        self.can_use_write_back_jit = capabilities.staged
+        self.staging_page_capacity = 0
+        self.staging_token_capacity = self.staging_page_capacity * self.page_size
+
+    def _options(self, device_pool: DevicePool | None, io_backend: str) -> dict[str, Any]:
+        if device_pool is not None and device_pool is not self.device_pool:
+            raise ValueError(
+                f"device_pool is another {type(device_pool).__name__} than the one this {type(self).__name__} was made "
+                "for; pass that one, or None"
+            )
+        # A quota of no blocks leaves the planner the copy engines alone.
+        return {"block_quota": 0} if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct" else {}
+
+    def _layer(self, device_pool: object, layer_id: int, is_draft: bool) -> int:
+        owner_layers = self.device_pool.layer_num
+        first, count = 0, owner_layers
+        if is_draft:
+            first, count = owner_layers, self.layer_num - owner_layers
+            before = 0
+            for given, draft in zip(self._wrapped_drafts, self.packed_draft_device_pools, strict=True):
+                if device_pool is draft or device_pool is given:
+                    first, count = owner_layers + before, draft.layer_num
+                    break
+                before += draft.layer_num
+            else:
+                self._options(None if device_pool is None else device_pool, "kernel")  # type: ignore[arg-type]
+        if not 0 <= layer_id < count:
+            raise ValueError(f"layer_id is {layer_id}; {'the draft' if is_draft else 'the pool'} has {count} layers")
+        return first + layer_id
+
+    # -- bytes
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All pages, flat uint8 on CPU; RuntimeError once destroyed."""
+        self._gate.check_open()
+        if self._buffer is None:
+            raise RuntimeError(f"a {type(self).__name__} has no bytes, so it has no buffer")
+        return self._buffer
+
+    def component_view(self, name: str) -> torch.Tensor:
+        """View of a component in its own type, with the axes of the layout; the class says the shapes."""
+        number = self._component_number(name)
+        return typed_view(self.buffer, self._components[name], self.geometry, self._strides[number], self.page_num)
+
+    def component_layers(self, name: str) -> list[torch.Tensor]:
+        """One view a layer: ``[rows, *element]``, or ``[pages, rows_per_page, *element]`` in ``page_first_direct``."""
+        return list(self.component_view(name).unbind(0 if self.layout is HostLayout.LAYER_FIRST else 1))
+
+    def page_parts(self, page: int) -> tuple[PagePart, ...]:
+        """Offsets in ``buffer`` and sizes of the contiguous pieces of a page; one piece except in ``layer_first``."""
+        if not 0 <= page < self.page_num:
+            raise ValueError(f"page is {page}; the pool has pages 0 to {self.page_num - 1}")
+        return page_parts(self.geometry, self._strides, page)
+
+    def page_memory(self, page: int) -> tuple[memoryview, ...]:
+        """Writable memory of a page, one piece a part, without a copy; not to be used once the pool is destroyed."""
+        memory = memoryview(self.buffer.numpy())  # type: ignore[arg-type]
+        return tuple(memory[offset : offset + size] for offset, size in self.page_parts(page))
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """Copy a page out: uint8 ``[page_bytes]``, its parts one after the other."""
+        return torch.cat([self.buffer[offset : offset + size] for offset, size in self.page_parts(page)])
+
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        """Copy a page in: uint8 ``[page_bytes]`` on CPU, as :meth:`read_page` gave it."""
+        if data.dtype is not torch.uint8 or data.shape != (self.page_bytes,):
+            raise ValueError(
+                f"data has shape {tuple(data.shape)} and dtype {data.dtype}; a page is uint8 [{self.page_bytes}]"
+            )
+        start = 0
+        for offset, size in self.page_parts(page):
+            self.buffer[offset : offset + size].copy_(data[start : start + size])
+            start += size
+
+    def destroy(self) -> None:
+        """Wait for the transfers in flight, then give the memory back; a second call does nothing."""
+        if not self._gate.close():
+            return
+        self._index_rows.forget()
+        self._transfer = None
+        self._buffer = None
+
+    def _component_number(self, name: str) -> int:
+        names = list(self._components)
+        if name not in names:
+            raise ValueError(f"component {name!r} is not in this {type(self).__name__}: {names}")
+        return names.index(name)
+
+
+def _one_of(argument: str, value: object, accepted: Sequence[str]) -> str:
+    for choice in accepted:
+        if value == choice:
+            return choice
+    raise ValueError(f"{argument} is {value!r}; accepted are {', '.join(accepted)}")
+
+
+def _page_count(device_pool: DevicePool, geometry: PoolGeometry, host_to_device_ratio: float, host_size: float) -> int:
+    if host_size > 0:
+        pages = int(host_size * 1e9 // geometry.page_bytes)
+        if pages < 1:
+            raise ValueError(f"host_size is {host_size} GB; a page alone has {geometry.page_bytes} bytes")
+        return pages
+    pages = int(device_pool.size * host_to_device_ratio // geometry.page_size)
+    if pages < 1:
+        raise ValueError(
+            f"host_to_device_ratio is {host_to_device_ratio} for {device_pool.size} device slots and host_size is "
+            f"{host_size}; that is less than one page of {geometry.page_size} slots"
+        )
+    return pages

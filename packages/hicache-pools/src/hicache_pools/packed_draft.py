@@ -1,0 +1,98 @@
+"""Packed drafts: layers of draft models appended to an owner's host pool, so that one transfer moves both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from hicache_kernels import DeviceRows
+
+from .device_pools import DeviceComponent, DevicePool
+
+
+@runtime_checkable
+class WrapsDevicePool(Protocol):
+    """Anything that keeps a device pool as ``device_pool``, such as a ``PoolEntry``."""
+
+    @property
+    def device_pool(self) -> object:
+        """The pool, or another wrapper."""
+        ...
+
+
+@runtime_checkable
+class WrapsFullAttentionPool(Protocol):
+    """A hybrid model's pool that keeps its attention layers as ``full_kv_pool``."""
+
+    @property
+    def full_kv_pool(self) -> object:
+        """The pool, or another wrapper."""
+        ...
+
+
+DraftPool: TypeAlias = DevicePool | WrapsDevicePool | WrapsFullAttentionPool
+
+
+def unwrap_draft_pool(draft: object) -> DevicePool:
+    """Return the device pool behind a draft pool, bare or wrapped (also twice).
+
+    Raises
+    ------
+    TypeError
+        If there is none.
+    """
+    found = draft
+    while not isinstance(found, DevicePool):
+        if isinstance(found, WrapsFullAttentionPool):
+            found = found.full_kv_pool
+        elif isinstance(found, WrapsDevicePool):
+            found = found.device_pool
+        else:
+            raise TypeError(
+                f"packed_draft_device_pools holds a {type(draft).__name__}; accepted are a DevicePool and objects with "
+                "one as device_pool or full_kv_pool"
+            )
+    return found
+
+
+def append_draft_layers(owner: DeviceComponent, drafts: Sequence[DeviceComponent]) -> DeviceComponent:
+    """Append the layers of drafts behind the owner's; the slots and strides are the owner's.
+
+    Raises
+    ------
+    ValueError
+        If a draft's rows differ from the owner's in anything but their place and number of layers.
+    """
+    for number, draft in enumerate(drafts):
+        for what, value, wanted in (
+            ("element shape", draft.element_shape, owner.element_shape),
+            ("dtype", draft.dtype, owner.dtype),
+            ("device", draft.rows.device, owner.rows.device),
+            ("slots a row", draft.slots_per_row, owner.slots_per_row),
+            ("rows", draft.rows.slots, owner.rows.slots),
+            ("rows a layer", draft.rows.rows_per_layer, owner.rows.rows_per_layer),
+            ("strides", _strides(draft.rows), _strides(owner.rows)),
+        ):
+            if value != wanted:
+                raise ValueError(
+                    f"packed_draft_device_pools[{number}]: {draft.name} has {what} {value}; the owner's layers have "
+                    f"{wanted}, and a packed draft must have the same"
+                )
+    parts = (owner, *drafts)
+    rows = DeviceRows(
+        tuple(tensor for part in parts for tensor in part.rows.tensors),
+        tuple(base for part in parts for base in part.rows.bases),
+        owner.rows.rows_per_layer,
+        owner.rows.slots,
+        owner.rows.slot_stride,
+        owner.rows.block_slots,
+        owner.rows.block_stride,
+    )
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    return DeviceComponent(
+        owner.name, tensors, rows, owner.row_bytes, owner.element_shape, owner.dtype, owner.slots_per_row
+    )
+
+
+def _strides(rows: DeviceRows) -> tuple[int, int, int]:
+    return rows.slot_stride, rows.block_slots, rows.block_stride
