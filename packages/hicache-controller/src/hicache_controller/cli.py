@@ -1,10 +1,201 @@
-"""The hicache command line."""
+"""The hicache command line: replay a trace, make one, show what this machine can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-app = typer.Typer(no_args_is_help=True)
+from . import report as reports
+from .radix import WritePolicy
+from .replay import Replay, ReplayError, ReplayOptions, VerificationError
+from .trace import TraceError, TraceRequest, make_trace, read_trace, write_trace
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+trace_app = typer.Typer(no_args_is_help=True, help="Request traces.")
+app.add_typer(trace_app, name="trace")
+
+BAD_INPUT = 2
+WRONG_BYTES = 1
+INTERRUPTED = 130
+
+_output = Console()
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.callback()
+def _main(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the packages log.")] = False,
+) -> None:
+    """hicache: a hierarchical KV cache for LLM inference engines."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+
+
+def _stop(message: str, code: int = BAD_INPUT) -> NoReturn:
+    _errors.print(f"error: {message}", markup=False)
+    raise typer.Exit(code)
+
+
+def _pages(text: str, option: str, all_pages: int) -> int:
+    """Pages from a number, or from a percentage of the trace's distinct pages."""
+    try:
+        value = round(all_pages * float(text[:-1]) / 100) if text.endswith("%") else int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        _stop(f"{option} is {text!r}; a positive number of pages, or of percent such as 10%, is expected")
+    return value
+
+
+def _load_requests(trace: Path | None, limit: int | None) -> list[TraceRequest]:
+    if limit is not None and limit <= 0:
+        _stop(f"--requests is {limit}; it must be positive")
+    if trace is None:
+        return make_trace(limit or 300)
+    try:
+        return read_trace(trace, limit)
+    except TraceError as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{trace}: {error.strerror or error}")
 
 
 @app.command()
-def info() -> None:
-    """Show versions, devices and paths."""
+def replay(
+    trace: Annotated[Path | None, typer.Argument(help="Trace to replay; without one, a generated trace.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Replay only the first N requests.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    pool: Annotated[str, typer.Option(help="mha (K and V) or mla (one latent).")] = "mha",
+    layers: Annotated[int, typer.Option(help="Model layers.")] = 4,
+    row_bytes: Annotated[int, typer.Option(help="Bytes one layer keeps for one token in one component.")] = 64,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    block_tokens: Annotated[int, typer.Option(help="Tokens a block of the trace stands for.")] = 512,
+    l1_pages: Annotated[str, typer.Option(help="Device pages, or percent of the trace's distinct pages.")] = "",
+    l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct pages.")] = "",
+    l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
+    l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
+    write_policy: Annotated[WritePolicy, typer.Option(help="When pages are written back.")] = WritePolicy.WRITE_THROUGH,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the hits by tier into this picture.")] = None,
+) -> None:
+    """Replay a request trace against the real cache and check every loaded byte."""
+    for path, option in ((json_file, "--json"), (plot, "--plot")):
+        if path is not None and not path.absolute().parent.is_dir():
+            _stop(f"{option} is {path}; its directory does not exist")
+    loaded = _load_requests(trace, requests)
+    distinct = len({block for request in loaded for block in request.blocks})
+    largest = max(len(request.blocks) for request in loaded)
+    if page_size <= 0 or block_tokens < page_size:
+        _stop(f"page_size is {page_size} and block_tokens is {block_tokens}; 0 < page_size <= block_tokens is expected")
+    per_block = block_tokens // page_size
+    options = ReplayOptions(
+        device=device or reports.default_device(),
+        pool=pool,
+        layers=layers,
+        row_bytes=row_bytes,
+        page_size=page_size,
+        block_tokens=block_tokens,
+        l1_pages=(
+            _pages(l1_pages, "--l1-pages", distinct * per_block)
+            if l1_pages
+            else max(distinct // 10, largest) * per_block
+        ),
+        l2_pages=(
+            _pages(l2_pages, "--l2-pages", distinct * per_block)
+            if l2_pages
+            else max(distinct // 4, largest) * per_block
+        ),
+        l3_bytes=l3_bytes,
+        l3_dir=l3_dir,
+        write_policy=write_policy,
+        data=data,
+    )
+    try:
+        with Replay(loaded, options) as running:
+            _output.print(reports.setup_line(running, trace), highlight=False)
+            _run(running)
+            result = running.report
+    except ReplayError as error:
+        _stop(str(error))
+    except VerificationError as error:
+        _stop(f"wrong bytes: {error}", WRONG_BYTES)
+    except OSError as error:
+        _stop(f"{error.filename or l3_dir}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        _stop("interrupted; the storage directory stays usable", INTERRUPTED)
+    _output.print(reports.table(result, options))
+    if json_file is not None:
+        json_file.write_text(json.dumps(reports.as_json(result, options), indent=2) + "\n")
+    if plot is not None:
+        reports.plot(result, options, plot)
+
+
+def _run(running: Replay) -> None:
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        TaskProgressColumn(show_speed=False),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} requests/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_errors, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("replay", total=len(running.requests), rate=0.0)
+
+        def advance() -> None:
+            progress.update(task, advance=1, rate=progress.tasks[task].speed or 0.0)
+
+        running.run(advance)
+
+
+@trace_app.command("make")
+def make(
+    out: Annotated[Path, typer.Argument(help="File to write.")],
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 300,
+    seed: Annotated[int, typer.Option(help="Equal seeds make equal traces.")] = 0,
+    system_prompts: Annotated[int, typer.Option(help="Distinct system prompts the chats share.")] = 8,
+    turns: Annotated[int, typer.Option(help="Mean turns of a chat.")] = 6,
+) -> None:
+    """Make a trace of many-turn chats with shared system prompts."""
+    try:
+        write_trace(out, make_trace(requests, seed=seed, system_prompts=system_prompts, turns=turns))
+    except ValueError as error:
+        _stop(str(error))
+    except OSError as error:
+        _stop(f"{out}: {error.strerror or error}")
+
+
+@app.command()
+def info(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
+    pool: Annotated[str, typer.Option(help="mha or mla.")] = "mha",
+    layers: Annotated[int, typer.Option(help="Model layers.")] = 32,
+    row_bytes: Annotated[int, typer.Option(help="Bytes a row.")] = 2048,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+) -> None:
+    """Show versions, devices, compilers, the build cache, and the path each transfer of a pool would take and why."""
+    try:
+        _output.print(
+            reports.info(
+                device=device or reports.default_device(),
+                pool=pool,
+                layers=layers,
+                row_bytes=row_bytes,
+                page_size=page_size,
+            )
+        )
+    except ReplayError as error:
+        _stop(str(error))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,164 @@
+"""The one way to run checks: `nox` runs what CI runs, `nox -s NAME` one of them."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "uv"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+PACKAGES = ("hicache-kernels", "hicache-pools", "hicache-controller")
+TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
+OLDEST_TORCH = "2.10.*"
+REPORTS = Path(tempfile.mkdtemp(prefix="hicache-nox-"))
+SMOKE_CHECKS = {
+    "hicache-kernels": "tests/kernels/smoke.py",
+    "hicache-pools": "tests/pools/smoke.py",
+    "hicache-controller": "tests/controller/smoke.py",
+}
+
+
+def print_totals() -> None:
+    """Add up the totals of every pytest run of this nox call; CI reads the last line."""
+    passed = failed = skipped = 0
+    for report in REPORTS.glob("*.xml"):
+        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
+            tests, bad, left_out = (int(suite.get(name, 0)) for name in ("tests", "failures", "skipped"))
+            bad += int(suite.get("errors", 0))
+            passed, failed, skipped = passed + tests - bad - left_out, failed + bad, skipped + left_out
+    if passed or failed or skipped:
+        sys.stderr.flush()
+        print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+
+
+atexit.register(print_totals)
+
+
+def wheel(session: nox.Session, package: str) -> Path:
+    """Build the wheel of a package from the working tree and return its path."""
+    out = Path(session.create_tmp()) / "wheels" / package
+    session.run_install("uv", "build", "--quiet", "--wheel", "--package", package, "--out-dir", str(out), external=True)
+    return max(out.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def install_wheels(session: nox.Session, *packages: str, extras: str = "", with_: tuple[str, ...] = ()) -> None:
+    """Install the wheels of packages (in order of dependence), the last with extras, and what they need."""
+    wheels = [str(wheel(session, package)) for package in packages]
+    wheels[-1] += extras
+    # A wheel of the same version may lie in the cache from an earlier build.
+    refresh = [f"--refresh-package={package}" for package in packages]
+    session.install(*refresh, *wheels, *with_)
+
+
+def pytest(session: nox.Session, *paths: str) -> None:
+    """Run pytest and keep its totals."""
+    name = hashlib.sha256(f"{session.name}{paths}".encode()).hexdigest()[:16]
+    arguments = session.posargs or ["-q"]
+    session.run("pytest", f"--junitxml={REPORTS / name}.xml", *arguments, *paths)
+
+
+@nox.session(tags=["static"])
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    session.install("ruff>=0.9")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(tags=["static"])
+def typecheck(session: nox.Session) -> None:
+    """Mypy in strict mode on all three packages."""
+    install_wheels(session, *PACKAGES, with_=("mypy>=1.14",))
+    for package in PACKAGES:
+        session.run("mypy", f"packages/{package}/src")
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Tests of hicache-kernels with nothing else of ours installed."""
+    install_wheels(session, *PACKAGES[:1], with_=TEST_TOOLS)
+    pytest(session, "tests/kernels")
+
+
+@nox.session
+def pools(session: nox.Session) -> None:
+    """Tests of hicache-pools with only kernels and pools installed."""
+    install_wheels(session, *PACKAGES[:2], with_=TEST_TOOLS)
+    pytest(session, "tests/pools")
+
+
+@nox.session
+def controller(session: nox.Session) -> None:
+    """Tests of hicache-controller."""
+    install_wheels(session, *PACKAGES, with_=TEST_TOOLS)
+    pytest(session, "tests/controller")
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """Tests of all three packages at work together, and the GPU tests (which skip where there is none)."""
+    install_wheels(session, *PACKAGES, with_=TEST_TOOLS)
+    pytest(session, "tests/together", "tests/gpu")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build wheel and sdist of each package, install each alone in a fresh environment, run its smoke check."""
+    out = Path(session.create_tmp()) / "dist"
+    for package in PACKAGES:
+        session.run_install("uv", "build", "--quiet", "--package", package, "--out-dir", str(out), external=True)
+        session.run_install(
+            "uv", "build", "--quiet", "--wheel", "--out-dir", str(out / "from-sdist"),
+            str(newest(out, package, ".tar.gz")), external=True,
+        )  # fmt: skip
+        direct, rebuilt = newest(out, package, ".whl"), newest(out / "from-sdist", package, ".whl")
+        if contents(direct) != contents(rebuilt):
+            session.error(f"{package}: the sdist builds another wheel than the tree")
+    for package in PACKAGES:
+        environment = Path(session.create_tmp()) / f"alone-{package}"
+        python = str(environment / "bin" / "python")
+        session.run_install("uv", "venv", "--quiet", "--clear", "--python", str(session.python or sys.executable), str(environment), external=True)
+        refresh = [f"--refresh-package={name}" for name in PACKAGES]
+        session.run_install(
+            "uv", "pip", "install", "--quiet", "--python", python, *refresh, "--find-links", str(out),
+            str(newest(out, package, ".whl")), external=True,
+        )  # fmt: skip
+        session.run(python, "-I", SMOKE_CHECKS[package], external=True)
+
+
+def newest(folder: Path, package: str, suffix: str) -> Path:
+    """Newest distribution of a package in a folder."""
+    return max(folder.glob(f"{package.replace('-', '_')}-*{suffix}"), key=lambda path: path.stat().st_mtime)
+
+
+def contents(archive: Path) -> dict[str, int]:
+    """Names and checksums of the files in a wheel."""
+    import zipfile
+
+    with zipfile.ZipFile(archive) as files:
+        return {entry.filename: entry.CRC for entry in files.infolist()}
+
+
+@nox.session
+@nox.parametrize("torch", ["oldest", "newest"])
+def compat(session: nox.Session, torch: str) -> None:
+    """Every layer's tests with the oldest and the newest supported torch on this Python."""
+    requirement = f"torch=={OLDEST_TORCH}" if torch == "oldest" else "torch"
+    install_wheels(session, *PACKAGES, with_=(*TEST_TOOLS, requirement))
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
+    pytest(session, "tests/kernels", "tests/pools", "tests/controller", "-m", "not slow")
+
+
+if os.environ.get("CI"):
+    # A session that cannot run must not pass for one that did.
+    nox.options.error_on_external_run = False

@@ -1,0 +1,110 @@
+"""What `hicache replay` and `hicache info` show: tables, plain data and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .replay import Replay, ReplayOptions, ReplayReport
+
+_TIERS = ("L1 device", "L2 host", "L3 storage", "miss")
+_COLOURS = ("#1b7837", "#7fbf7b", "#d9f0d3", "#af8dc3")
+
+
+def default_device() -> str:
+    """``cuda`` where torch finds a CUDA or ROCm device, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def setup_line(running: Replay, trace: Path | None) -> str:
+    """One line on what is replayed and which path the bytes take."""
+    options = running.options
+    source = str(trace) if trace is not None else "a generated trace"
+    line = (
+        f"{len(running.requests)} requests of {source}; {options.pool} pool on {options.device}, "
+        f"L1 {options.l1_pages} and L2 {options.l2_pages} pages of {options.page_size} tokens"
+    )
+    if not options.data:
+        return f"{line}; bookkeeping only"
+    abilities = running.host_pool.capabilities()
+    return f"{line}\nwrite-back: {abilities.path_write_back}, load-back: {abilities.path_load} ({abilities.reason})"
+
+
+def table(report: ReplayReport, options: ReplayOptions) -> Group:
+    """Everything the replay saw."""
+    hits = Table(title="Where the blocks came from")
+    hits.add_column("tier")
+    hits.add_column("blocks", justify="right")
+    hits.add_column("percent", justify="right")
+    counts = (report.l1_hits, report.l2_hits, report.l3_hits, report.misses)
+    for tier, count in zip(_TIERS, counts, strict=True):
+        hits.add_row(tier, f"{count:,}", f"{100 * count / max(report.blocks, 1):.1f}")
+    hits.add_section()
+    hits.add_row("all", f"{report.blocks:,}", "100.0")
+
+    paths = Table(title="What moved")
+    for column in ("path", "bytes", "GB/s", "pages a copy"):
+        paths.add_column(column, justify="left" if column == "path" else "right")
+    for name, path in report.paths.items():
+        run = f"{path.mean_run:.1f}" if path.runs else "-"
+        speed = f"{path.gb_per_second:.2f}" if path.bytes else "-"
+        paths.add_row(name, _size(path.bytes), speed, run)
+
+    total = Table(show_header=False)
+    total.add_column()
+    total.add_column(justify="right")
+    total.add_row("requests", f"{report.requests:,}")
+    total.add_row("tokens", f"{report.tokens:,}")
+    total.add_row("rows verified", f"{report.rows_verified:,}" if options.data else "none (bookkeeping only)")
+    total.add_row("time", f"{report.seconds:.2f} s ({report.requests / max(report.seconds, 1e-9):,.0f} requests/s)")
+    return Group(hits, paths, total)
+
+
+def as_json(report: ReplayReport, options: ReplayOptions) -> dict[str, Any]:
+    """Figures and options as plain data."""
+    settings = {
+        name: getattr(options, name) if isinstance(getattr(options, name), int | bool | None) else str(getattr(options, name))
+        for name in options.__dataclass_fields__
+    }
+    return {"options": settings, "report": report.as_json()}
+
+
+def plot(report: ReplayReport, options: ReplayOptions, path: Path) -> None:
+    """Draw the share of blocks from each tier over the replay, and the bytes each path moved."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    history = np.array(report.history, dtype=np.float64)
+    bins = min(len(history), 120)
+    edges = np.linspace(0, len(history), bins + 1).astype(int)
+    sums = np.add.reduceat(history, edges[:-1], axis=0)
+    share = 100 * sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 1.2), layout="constrained")
+    left.stackplot(edges[:-1], share.T, labels=_TIERS, colors=_COLOURS, step="post")
+    left.set(xlabel="request", ylabel="percent of blocks", ylim=(0, 100), xlim=(0, max(edges[-2], 1)))
+    left.set_title(
+        f"{report.hits:,} of {report.blocks:,} blocks hit; L1 {options.l1_pages:,}, L2 {options.l2_pages:,} pages"
+    )
+    left.legend(loc="lower right", framealpha=0.9)
+    names = list(report.paths)
+    right.barh(names, [report.paths[name].bytes / 1e9 for name in names], color=_COLOURS[0])
+    right.invert_yaxis()
+    right.set(xlabel="GB moved")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
