@@ -49,7 +49,7 @@ class GpuRuntime:
         return f"{self._name(code).decode()} ({code}): {self._text(code).decode()}"
 
     def pci_address(self, device: int) -> str:
-        """Return the PCI address of a device as sysfs spells it, e.g. ``0000:9a:00.0``; RuntimeError if there is none."""
+        """Return a device's PCI address as sysfs spells it, e.g. ``0000:9a:00.0``; RuntimeError if there is none."""
         text = ctypes.create_string_buffer(32)
         code = int(self._pci_bus_id(text, len(text), device))
         if code:

@@ -314,7 +314,7 @@ def _boundaries(nbytes: int, page_bytes: int | Sequence[Segment], chunk_bytes: i
 
 
 def _runtime(pin: bool, device: torch.device | None, runtime: HostRuntime | None) -> tuple[HostRuntime | None, str]:
-    """What pins, or None and why the memory is not pinned."""
+    """Return what pins, or None and why the memory is not pinned."""
     if not pin:
         return None, "pin is False"
     if device is not None and device.type != "cuda":

@@ -42,7 +42,7 @@ class HostMemoryBudgetError(MemoryError):
         super().__init__(
             f"asked for {asked} bytes ({asked / _GIB:.2f} GiB) of host memory; {memory.free} bytes "
             f"({memory.free / _GIB:.2f} GiB) are free (limit: {memory.limited_by}), of which {reserve} bytes "
-            f"({reserve / _GIB:.2f} GiB) are kept in reserve: at most {max(memory.free - reserve, 0)} bytes are accepted"
+            f"({reserve / _GIB:.2f} GiB) are kept in reserve: at most {max(memory.free - reserve, 0)} are accepted"
         )
         self.asked = asked
         self.free = memory.free

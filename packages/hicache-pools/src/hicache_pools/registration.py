@@ -90,8 +90,8 @@ def registration_boundaries(segments: Sequence[Segment], *, chunk_bytes: int, al
         if cut is None:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}, but from byte {start} on no page boundary is also a multiple of the OS "
-                f"page of {alignment} bytes within that; accepted are larger chunks, or pages whose bytes share a larger "
-                f"power of two with {alignment} (segments: {list(segments)})"
+                f"page of {alignment} bytes within that; accepted are larger chunks, or pages whose bytes share a "
+                f"larger power of two with {alignment} (segments: {list(segments)})"
             )
         boundaries.append(cut)
         start = cut
