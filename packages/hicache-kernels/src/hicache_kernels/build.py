@@ -166,7 +166,7 @@ def compile_command(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], 
 def first_errors(output: str) -> str:
     """Put the first errors on one line: the lines that say ``error``, or the last ones where none does."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror\b|no space left", line, re.IGNORECASE)]
+    errors = [line for line in lines if re.search(r"\berror\b|undefined|no space left", line, re.IGNORECASE)]
     chosen = errors[:_ERROR_LINES] or lines[-_ERROR_LINES:]
     return " | ".join(line[:300] for line in chosen) or "it printed nothing"
 

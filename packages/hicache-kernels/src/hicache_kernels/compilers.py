@@ -92,7 +92,7 @@ def find_compiler_path(device_type: str) -> str:
 
 def run_compiler(device_type: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a compiler to its end, with output and errors as text; the one place that starts one."""
-    environment = dict(os.environ)
+    environment = {**os.environ, "LC_ALL": "C"}  # the errors are picked out by their English words
     if device_type == "rocm":
         environment["HIP_PLATFORM"] = "amd"
     return subprocess.run(

@@ -20,15 +20,16 @@ DEVICE_TYPES = ("cpu", "cuda", "rocm")
 _COMMON_FLAGS = ("-std=c++17", "-O3")
 
 # Hidden visibility keeps the inline helpers of csrc/include private to each module: without it the dynamic linker
-# would merge their function-local statics across the modules of one process.
+# would merge their function-local statics across the modules of one process. "defs" turns a missing symbol into an
+# error of the build; found out later, by lazy binding, it would end the process.
 #
 # nvcc links cudart statically: streams, events and contexts are objects of the driver, so they pass between the
 # engine's runtime and ours, while a shared libcudart would have to be of the same major version as the one torch
 # brings along, and found at load time. It also keeps our last-error state apart from the engine's.
 _FLAGS: dict[str, tuple[str, ...]] = {
-    "cpu": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread"),
-    "cuda": (*_COMMON_FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread", "-cudart=static"),
-    "rocm": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-D__HIP_PLATFORM_AMD__=1"),
+    "cpu": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs"),
+    "cuda": (*_COMMON_FLAGS, "-Xcompiler=-fPIC,-fvisibility=hidden,-pthread", "-Xlinker=-z,defs", "-cudart=static"),
+    "rocm": (*_COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-pthread", "-Wl,-z,defs", "-D__HIP_PLATFORM_AMD__=1"),
 }
 
 

@@ -1,0 +1,520 @@
+"""The loader on a tiny module of its own: builds once, shares, survives kills and full disks, and never raises."""
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.conftest import needs
+
+from hicache_kernels import build, compilers, probe
+from hicache_kernels.ahead import build_ahead
+from hicache_kernels.probe import ModuleLoader
+from hicache_kernels.spec import ModuleSpec, module_specs
+
+SOURCE = """
+#include <tvm/ffi/function.h>
+#include <shared.h>
+int add(int x) { return x + ADDED; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(add, add);
+"""
+# Counts its starts. While the gate exists it leaves half an output, says so through one pipe, and hangs on the other.
+WRAPPER = """#!/bin/sh
+echo "$@" >> {log}
+case "$*" in *--version*) ;; *)
+  if [ -e {gate} ]; then
+    for last; do :; done
+    echo half > "$last"
+    echo started > {started}
+    read line < {release}
+    exit 1
+  fi
+esac
+exec {compiler} "$@"
+"""
+
+
+@dataclass
+class Workshop:
+    """A copy of sources, a cache, and a compiler that writes down each of its starts."""
+
+    csrc: Path
+    cache: Path
+    compiler: Path
+    gate: Path
+    started: Path
+    release: Path
+    log: Path
+
+    def specs(self) -> tuple[ModuleSpec, ...]:
+        return module_specs(self.csrc)
+
+    def spec(self) -> ModuleSpec:
+        return next(spec for spec in self.specs() if spec.key == "main-cpu")
+
+    def loader(self) -> ModuleLoader:
+        return ModuleLoader(self.specs(), cache=self.cache)
+
+    def starts(self) -> int:
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    def compilations(self) -> int:
+        return self.log.read_text().count("-shared") if self.log.exists() else 0
+
+    def libraries(self) -> list[Path]:
+        return sorted(self.cache.rglob("*.so"))
+
+    def hidden(self) -> list[Path]:
+        return sorted(self.cache.glob(".*"))
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    compiler = shutil.which("g++")
+    needs(compiler is not None, "no g++ on PATH")
+    csrc = tmp_path / "csrc"
+    (csrc / "main").mkdir(parents=True)
+    (csrc / "include").mkdir()
+    (csrc / "main" / "main.cc").write_text(SOURCE)
+    (csrc / "include" / "shared.h").write_text("#define ADDED 1\n")
+    shop = Workshop(
+        csrc,
+        tmp_path / "cache",
+        *(tmp_path / name for name in ("compiler", "gate", "started", "release", "log")),
+    )
+    shop.compiler.write_text(
+        WRAPPER.format(log=shop.log, gate=shop.gate, started=shop.started, release=shop.release, compiler=compiler)
+    )
+    shop.compiler.chmod(0o755)
+    for variable in ("HICACHE_KERNELS_PREBUILT", "TVM_FFI_CUDA_ARCH_LIST", "TVM_FFI_ROCM_ARCH_LIST"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CXX", str(shop.compiler))
+    return shop
+
+
+def add(loader: ModuleLoader, value: int) -> int:
+    outcome = loader.outcome("main", "cpu")
+    assert outcome.module is not None, outcome.reason
+    return int(outcome.module.add(value))
+
+
+def in_child(function: Callable[[], None]) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    return process
+
+
+def test_second_process_loads_what_the_first_built_without_starting_a_compiler(workshop: Workshop) -> None:
+    first = workshop.loader()
+    assert add(first, 41) == 42
+    assert first.outcome("main", "cpu").origin == "built"
+    starts = workshop.starts()
+    second = workshop.loader()
+    assert add(second, 1) == 2
+    assert second.outcome("main", "cpu").origin == "cache"
+    assert workshop.starts() == starts
+
+
+def test_eight_processes_at_once_compile_once_and_all_load(workshop: Workshop) -> None:
+    barrier = multiprocessing.get_context("fork").Barrier(8)
+
+    def load() -> None:
+        barrier.wait()
+        os._exit(0 if add(workshop.loader(), 1) == 2 else 1)
+
+    children = [in_child(load) for _ in range(8)]
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 8
+    assert workshop.compilations() == 1
+    assert len(workshop.libraries()) == 1
+    assert workshop.hidden() == []
+
+
+def test_eight_threads_at_once_compile_once(workshop: Workshop) -> None:
+    loader = workshop.loader()
+    barrier = threading.Barrier(8)
+
+    def load(value: int) -> int:
+        barrier.wait()
+        return add(loader, value)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(load, range(8))) == list(range(1, 9))
+    assert workshop.compilations() == 1
+
+
+def test_killed_builder_leaves_no_half_module_and_no_lock(workshop: Workshop) -> None:
+    os.mkfifo(workshop.started)
+    os.mkfifo(workshop.release)
+    workshop.gate.touch()
+    child = in_child(lambda: add(workshop.loader(), 1))
+    assert workshop.started.read_text() == "started\n"
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    workshop.release.write_text("go\n")
+    workshop.gate.unlink()
+    assert workshop.libraries() == []
+    assert add(workshop.loader(), 1) == 2
+    assert len(workshop.libraries()) == 1
+
+
+def test_remains_of_a_builder_killed_while_keeping_are_removed(workshop: Workshop) -> None:
+    compiler = compilers.find_compiler("cpu")
+    entry = workshop.cache / build.build_key(workshop.spec(), compiler, build.target_archs("cpu"))
+    remains = workshop.cache / f".{entry.name}.abc"
+    remains.mkdir(parents=True)
+    (remains / "main-cpu.so").write_bytes(b"half")
+    assert add(workshop.loader(), 1) == 2
+    assert workshop.hidden() == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten", "no record", "damaged record"])
+def test_damaged_build_is_built_again(workshop: Workshop, damage: str) -> None:
+    # In a child: the dynamic linker would take a path that this process has loaded for loaded, whatever lies there now.
+    in_child(lambda: add(workshop.loader(), 1)).join()
+    (library,) = workshop.libraries()
+    size = library.stat().st_size
+    if damage == "cut off":
+        library.write_bytes(library.read_bytes()[: size // 2])
+    elif damage == "overwritten":
+        library.write_bytes(bytes(size))
+    elif damage == "no record":
+        library.with_suffix(".json").unlink()
+    else:
+        library.with_suffix(".json").write_text("{")
+    loader = workshop.loader()
+    assert add(loader, 1) == 2
+    assert loader.outcome("main", "cpu").origin == "built"
+    assert workshop.compilations() == 2
+    assert workshop.loader().outcome("main", "cpu").origin == "cache"
+
+
+@pytest.mark.parametrize("change", ["source", "header", "new file", "flags", "compiler"])
+def test_a_change_of_what_goes_in_builds_anew(workshop: Workshop, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    add(workshop.loader(), 1)
+    specs = workshop.specs()
+    expected = 2
+    if change == "source":
+        (workshop.csrc / "main" / "main.cc").write_text(SOURCE.replace("x + ADDED", "x * ADDED"))
+        expected = 1
+    elif change == "header":
+        (workshop.csrc / "include" / "shared.h").write_text("#define ADDED 5\n")
+        expected = 6
+    elif change == "new file":
+        (workshop.csrc / "main" / "more.h").write_text("")
+    elif change == "flags":
+        specs = tuple(ModuleSpec(s.name, s.device_type, s.sources, s.include_dirs, (*s.flags, "-g")) for s in specs)
+    else:
+        version = "case $1 in --version) echo another; exit;; esac\nexec"
+        workshop.compiler.write_text(workshop.compiler.read_text().replace("exec", version))
+    loader = ModuleLoader(specs, cache=workshop.cache)
+    assert add(loader, 1) == expected
+    assert loader.outcome("main", "cpu").origin == "built"
+
+
+def test_another_modules_sources_do_not_matter(workshop: Workshop) -> None:
+    before = workshop.spec().source_key()
+    (workshop.csrc / "staged").mkdir()
+    (workshop.csrc / "staged" / "staged.cc").write_text("not even C++")
+    assert workshop.spec().source_key() == before
+
+
+def test_cache_that_cannot_be_written_still_gives_a_module(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file" / "cache", Path("/proc/nowhere")):
+        caplog.clear()
+        loader = ModuleLoader(workshop.specs(), cache=cache)
+        assert add(loader, 1) == 2
+        assert "cannot be kept" in caplog.text
+        assert str(cache) in caplog.text
+
+
+def test_full_disk_of_the_cache_still_gives_a_module_and_leaves_nothing(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def copy(source: Path, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(build.shutil, "copy", copy)
+    assert add(workshop.loader(), 1) == 2
+    assert workshop.libraries() == []
+    assert workshop.hidden() == []
+    assert os.strerror(errno.ENOSPC) in caplog.text
+
+
+def test_full_disk_of_the_temporary_directory_is_one_reason(workshop: Workshop) -> None:
+    (workshop.csrc / "main" / "main.cc").write_text("#error no such thing")
+    script = 'case "$*" in *--version*) ;; *) echo "x.s: No space left on device" >&2; exit 1;; esac\nexec'
+    workshop.compiler.write_text(workshop.compiler.read_text().replace("exec", script))
+    reason = workshop.loader().outcome("main", "cpu").reason
+    assert reason is not None
+    assert "No space left on device" in reason
+
+
+def test_no_temporary_directory_is_one_reason(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.tempfile, "tempdir", "/proc/nowhere")
+    reason = workshop.loader().outcome("main", "cpu").reason
+    assert reason is not None
+    assert "no temporary directory" in reason
+
+
+def test_missing_compiler_is_named(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    outcome = workshop.loader().outcome("main", "cpu")
+    assert outcome.module is None
+    assert outcome.reason == "no g++ found (looked at CXX, PATH)"
+
+
+def test_compiler_that_does_not_run_is_one_reason(workshop: Workshop) -> None:
+    workshop.compiler.write_text("#!/nowhere/sh\n")
+    reason = workshop.loader().outcome("main", "cpu").reason
+    assert reason is not None
+    assert str(workshop.compiler) in reason
+
+
+def test_compile_error_gives_the_first_errors_and_is_not_tried_again(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    (workshop.csrc / "main" / "main.cc").write_text(SOURCE + "\nint broken( { }\n" + "int worse[] = nonsense;\n" * 50)
+    loader = workshop.loader()
+    reason = loader.outcome("main", "cpu").reason
+    assert reason is not None
+    assert "main.cc:7" in reason
+    assert "error" in reason
+    assert len(reason) < 2000
+    starts = workshop.starts()
+    for _ in range(3):
+        assert loader.outcome("main", "cpu").reason == reason
+    assert workshop.starts() == starts
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert workshop.libraries() == []
+
+
+def test_missing_symbol_is_found_when_linking(workshop: Workshop) -> None:
+    (workshop.csrc / "main" / "main.cc").write_text(SOURCE + "\nint elsewhere();\nint used = elsewhere();\n")
+    reason = workshop.loader().outcome("main", "cpu").reason
+    assert reason is not None
+    assert "undefined reference to `elsewhere()'" in reason
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "rocm"])
+def test_missing_source_is_one_reason(workshop: Workshop, device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "9.0")
+    monkeypatch.setenv("TVM_FFI_ROCM_ARCH_LIST", "gfx90a")
+    monkeypatch.setattr(probe, "find_compiler", lambda *a, **k: compilers.Compiler("/bin/false", "/bin/false", ""))
+    reason = workshop.loader().outcome("staged", device_type).reason
+    assert reason is not None
+    assert "staged.c" in reason
+    assert "is missing" in reason
+
+
+def test_unknown_device_type_and_module_are_reasons(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    loader = workshop.loader()
+    for _ in range(3):
+        assert loader.outcome("main", "xpu").reason == "no kernels for xpu"
+        assert loader.outcome("other", "cpu").reason == "no module named 'other'; there are main, staged"
+    assert len(caplog.records) == 2
+    assert probe.load_module("main", "xpu") is None
+    assert probe.unavailable_reason("main", "xpu") == "no kernels for xpu"
+
+
+def test_probe_turns_any_exception_into_a_reason(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def explode(device_type: str) -> tuple[str, ...]:
+        raise RuntimeError("driver on fire")
+
+    monkeypatch.setattr(probe, "target_archs", explode)
+    assert workshop.loader().outcome("main", "cpu").reason == "loading main-cpu failed: RuntimeError: driver on fire"
+
+
+def prebuild(workshop: Workshop, out: Path) -> Path:
+    (result,) = build_ahead(["cpu"], out, specs=[workshop.spec()])
+    assert result.library is not None, result.error
+    return result.library
+
+
+def test_prebuilt_module_is_used_without_compiler_or_cache(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = prebuild(workshop, tmp_path / "out")
+    starts = workshop.starts()
+    monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(tmp_path / "out"))
+    loader = workshop.loader()
+    assert add(loader, 1) == 2
+    assert loader.outcome("main", "cpu").origin == "prebuilt"
+    assert loader.outcome("main", "cpu").path == library
+    assert workshop.starts() == starts
+    assert not workshop.cache.exists()
+
+
+@pytest.mark.parametrize("mismatch", ["sources", "arch", "tvm-ffi", "missing", "cut off", "garbage"])
+def test_prebuilt_module_that_does_not_match_is_said_and_built_instead(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mismatch: str
+) -> None:
+    library = prebuild(workshop, tmp_path / "out")
+    record = json.loads(library.with_suffix(".json").read_text())
+    said = {
+        "sources": "built from other sources",
+        "arch": "has code for vax",
+        "tvm-ffi": "built with tvm-ffi 0.0.1",
+        "missing": "missing or damaged",
+        "cut off": "missing or damaged",
+        "garbage": "does not load",
+    }[mismatch]
+    if mismatch == "sources":
+        (workshop.csrc / "include" / "shared.h").write_text("#define ADDED (1)\n")
+    elif mismatch == "arch":
+        library.with_suffix(".json").write_text(json.dumps({**record, "archs": ["vax"]}))
+    elif mismatch == "tvm-ffi":
+        library.with_suffix(".json").write_text(json.dumps({**record, "tvm_ffi_version": "0.0.1"}))
+    elif mismatch == "missing":
+        library.unlink()
+    else:
+        size = library.stat().st_size
+        library.write_bytes(bytes(size if mismatch == "garbage" else size - 1))
+    monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(tmp_path / "out"))
+    loader = workshop.loader()
+    assert add(loader, 1) == 2
+    assert loader.outcome("main", "cpu").origin == "built"
+    assert said in caplog.text
+    assert str(library) in caplog.text
+
+
+def test_ahead_of_time_build_replaces_and_reports_errors(workshop: Workshop, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    library = prebuild(workshop, out)
+    before = library.read_bytes()
+    (workshop.csrc / "include" / "shared.h").write_text("#error broken\n")
+    (result,) = build_ahead(["cpu"], out, specs=[workshop.spec()])
+    assert result.library is None
+    assert result.error is not None
+    assert "broken" in result.error
+    assert library.read_bytes() == before
+    (workshop.csrc / "include" / "shared.h").write_text("#define ADDED 7\n")
+    assert prebuild(workshop, out).read_bytes() != before
+    assert sorted(path.name for path in out.iterdir()) == ["main-cpu.json", "main-cpu.so"]
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "runs"),
+    [
+        (["sm_90"], ["sm_90"], True),
+        (["sm_80"], ["sm_86", "sm_89"], True),
+        (["sm_86"], ["sm_80"], False),
+        (["sm_80", "sm_90"], ["sm_120"], True),
+        (["sm_80", "sm_90"], ["sm_75"], False),
+        (["sm_90a"], ["sm_90"], False),
+        (["sm_90a"], ["sm_100"], False),
+        (["sm_80", "sm_100"], ["sm_90"], False),
+        (["sm_100"], ["sm_103"], True),
+    ],
+)
+def test_code_for_an_older_cuda_architecture_counts_where_it_runs(
+    built: list[str], wanted: list[str], runs: bool
+) -> None:
+    assert build.covers("cuda", built, wanted) is runs
+
+
+def test_rocm_code_runs_on_its_own_architecture_only() -> None:
+    assert build.covers("rocm", ["gfx90a", "gfx942"], ["gfx942"])
+    assert not build.covers("rocm", ["gfx90a"], ["gfx942"])
+
+
+def test_architectures_come_from_the_environments_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "9.0a 8.0;8.0")
+    assert build.target_archs("cuda") == ("sm_80", "sm_90a")
+    monkeypatch.setenv("TVM_FFI_ROCM_ARCH_LIST", "gfx942,gfx90a")
+    assert build.target_archs("rocm") == ("gfx90a", "gfx942")
+    monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "ninety")
+    with pytest.raises(compilers.BuildError, match=r"TVM_FFI_CUDA_ARCH_LIST contains 'ninety'; it accepts .*'8.0 9.0'"):
+        build.target_archs("cuda")
+
+
+def test_driver_older_than_the_toolkit_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @staticmethod
+        def cuDriverGetVersion(version: object) -> int:  # noqa: N802  the driver's own name
+            version._obj.value = 12040  # type: ignore[attr-defined]
+            return 0
+
+    monkeypatch.setattr(probe.ctypes, "CDLL", Driver)
+    probe.check_driver(12)
+    with pytest.raises(compilers.BuildError, match="driver supports CUDA 12, the compiler is of CUDA 13"):
+        probe.check_driver(13)
+
+
+def test_toolkit_behind_a_wrapper_on_the_path_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "toolkit"
+    (home / "bin").mkdir(parents=True)
+    real, wrapper = home / "bin" / "nvcc", tmp_path / "nvcc"
+    script = '#!/bin/sh\ncase $1 in --version) echo "tools, release {}.1";; *) echo "#$ TOP={}" >&2;; esac\n'
+    real.write_text(script.format(12, home))
+    wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
+    for path in (real, wrapper):
+        path.chmod(0o755)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    memory = tmp_path / "memory"
+    found = compilers.find_compiler("cuda", memory)
+    assert (found.path, found.real_path, found.toolkit_major) == (str(wrapper), str(real), 12)
+    monkeypatch.setattr(compilers, "run_compiler", None)
+    assert compilers.find_compiler("cuda", memory) == found
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    real.write_text(script.format(113, home))
+    assert compilers.find_compiler("cuda", memory).toolkit_major == 113
+
+
+def test_home_variable_names_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert compilers.find_compiler_path("cuda") == str(nvcc)
+
+
+def test_loading_leaves_the_environment_alone(workshop: Workshop) -> None:
+    before = dict(os.environ)
+    add(workshop.loader(), 1)
+    assert dict(os.environ) == before
+
+
+def test_cache_directory_follows_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path / "a"))
+    assert build.cache_directory() == tmp_path / "a"
+    monkeypatch.delenv("HICACHE_KERNELS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert build.cache_directory() == tmp_path / "b" / "hicache-kernels"
+
+
+def test_modules_keep_their_inline_helpers_to_themselves(workshop: Workshop) -> None:
+    (workshop.csrc / "include" / "shared.h").write_text(
+        "#define ADDED counter()\ninline int counter() { static int n; return ++n; }\n"
+    )
+    outcome = workshop.loader().outcome("main", "cpu")
+    assert outcome.path is not None
+    symbols = subprocess.run(["nm", "-D", "--defined-only", outcome.path], capture_output=True, text=True, check=True)
+    assert "__tvm_ffi_add" in symbols.stdout
+    assert "counter" not in symbols.stdout
