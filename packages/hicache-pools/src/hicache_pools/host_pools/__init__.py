@@ -5,6 +5,7 @@ from .deepseek_v4 import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool
 from .dsa import DSAIndexerPoolHost
 from .geometry import ComponentGeometry, PagePart, PoolGeometry
 from .mamba import MambaPoolHost
+from .memory_options import HostMemoryOptions
 from .mha import MHATokenToKVPoolHost
 from .mla import MLATokenToKVPoolHost
 from .null import NullPoolHost
@@ -15,6 +16,7 @@ __all__ = [
     "DSAIndexerPoolHost",
     "DeepSeekV4PagedHostPool",
     "DeepSeekV4StateHostPool",
+    "HostMemoryOptions",
     "HostPool",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPoolHost",

@@ -22,9 +22,11 @@ from hicache_kernels import (
 
 from ..device_pools import DevicePool
 from ..extents import ExtentAllocator
+from ..host_memory import HostBuffer
 from ..packed_draft import append_draft_layers, unwrap_draft_pool
 from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
 from .indices import IndexRows
+from .memory_options import HostMemoryOptions, allocate_pool_buffer
 from .transfer_gate import TransferGate
 
 IoBackend: TypeAlias = Literal["kernel", "direct"]
@@ -67,6 +69,8 @@ class HostPool:
         Exact number of pages, instead of ``host_to_device_ratio`` and ``host_size``.
     packed_draft_device_pools
         Device pools of draft models, bare or wrapped, whose layers follow the owner's in every slot.
+    memory_options
+        How to allocate and pin; the defaults with None.
 
     Attributes
     ----------
@@ -120,6 +124,7 @@ class HostPool:
         *,
         pages: int | None = None,
         packed_draft_device_pools: Sequence[object] = (),
+        memory_options: HostMemoryOptions | None = None,
     ) -> None:
         if not isinstance(device_pool, self.device_pool_type):
             raise TypeError(
@@ -157,14 +162,22 @@ class HostPool:
             pages=pages,
             page_size=self.geometry.rows_per_page,
         )
-        self._allocate(pin_memory and device_pool.device.type != "cpu", allocator_type)
+        self._host_buffer: HostBuffer | None = allocate_pool_buffer(
+            self.geometry,
+            pages,
+            pin=pin_memory,
+            allocator_type=allocator_type,
+            device=device_pool.device,
+            options=memory_options or HostMemoryOptions(),
+            drain=self._gate.drain,
+        )
         self._transfer: PlaneTransfer | None = PlaneTransfer(
             [
                 Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
                 for c, s in zip(components, self._strides, strict=True)
             ],
             policy=policy,
-            boundaries=self._boundaries,
+            boundaries=self._host_buffer.boundaries,
         )
         self._index_rows = IndexRows(
             device_pool, size=self.size, page_size=page_size, slots_per_row=page_size // self.geometry.rows_per_page
@@ -186,10 +199,6 @@ class HostPool:
         self.device = "cpu"
         self.allocator = ExtentAllocator(pages, self.page_size)
         self._gate = TransferGate(type(self).__name__)
-
-    def _allocate(self, pin: bool, allocator_type: str) -> None:
-        self._buffer: torch.Tensor | None = torch.empty(self.page_num * self.page_bytes, dtype=torch.uint8)
-        self._boundaries: tuple[int, ...] = ()
 
     # -- slots
 
@@ -252,7 +261,8 @@ class HostPool:
         TransferResult
             The path, the reason, and the two events: device rows read, host bytes there.
         """
-        options = self._options(device_pool, io_backend)
+        self._check_owner(device_pool)
+        options = self._options(io_backend)
         with self._gate.transfer():
             rows = self._index_rows.rows(host_indices, device_indices)
             return self._gate.track(self.transfer.write_back(rows.host, rows.device, **options))
@@ -282,8 +292,8 @@ class HostPool:
         is_draft
             Whether the layer is a packed draft's.
         """
-        layer = self._layer(device_pool, layer_id, is_draft)
-        options = self._options(None if is_draft else device_pool, io_backend)
+        layer = self._draft_layer(device_pool, layer_id) if is_draft else self._owner_layer(device_pool, layer_id)
+        options = self._options(io_backend)
         with self._gate.transfer():
             rows = self._index_rows.rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, layer=layer, **options))
@@ -296,7 +306,8 @@ class HostPool:
         io_backend: str = "kernel",
     ) -> TransferResult:
         """Queue the copy of all layers of host slots to device slots, drafts included."""
-        options = self._options(device_pool, io_backend)
+        self._check_owner(device_pool)
+        options = self._options(io_backend)
         with self._gate.transfer():
             rows = self._index_rows.rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, **options))
@@ -313,31 +324,30 @@ class HostPool:
         self.staging_page_capacity = 0
         self.staging_token_capacity = self.staging_page_capacity * self.page_size
 
-    def _options(self, device_pool: DevicePool | None, io_backend: str) -> dict[str, Any]:
+    def _options(self, io_backend: str) -> dict[str, Any]:
+        # A quota of no blocks leaves the planner the copy engines alone.
+        return {"block_quota": 0} if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct" else {}
+
+    def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:
             raise ValueError(
                 f"device_pool is another {type(device_pool).__name__} than the one this {type(self).__name__} was made "
                 "for; pass that one, or None"
             )
-        # A quota of no blocks leaves the planner the copy engines alone.
-        return {"block_quota": 0} if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct" else {}
 
-    def _layer(self, device_pool: object, layer_id: int, is_draft: bool) -> int:
+    def _owner_layer(self, device_pool: object, layer_id: int) -> int:
+        self._check_owner(device_pool)
+        return _checked_layer(layer_id, self.device_pool.layer_num, "the pool")
+
+    def _draft_layer(self, device_pool: object, layer_id: int) -> int:
+        first = self.device_pool.layer_num
+        for given, draft in zip(self._wrapped_drafts, self.packed_draft_device_pools, strict=True):
+            if device_pool is given or device_pool is draft:
+                return first + _checked_layer(layer_id, draft.layer_num, "the draft")
+            first += draft.layer_num
+        self._check_owner(device_pool)
         owner_layers = self.device_pool.layer_num
-        first, count = 0, owner_layers
-        if is_draft:
-            first, count = owner_layers, self.layer_num - owner_layers
-            before = 0
-            for given, draft in zip(self._wrapped_drafts, self.packed_draft_device_pools, strict=True):
-                if device_pool is draft or device_pool is given:
-                    first, count = owner_layers + before, draft.layer_num
-                    break
-                before += draft.layer_num
-            else:
-                self._options(None if device_pool is None else device_pool, "kernel")  # type: ignore[arg-type]
-        if not 0 <= layer_id < count:
-            raise ValueError(f"layer_id is {layer_id}; {'the draft' if is_draft else 'the pool'} has {count} layers")
-        return first + layer_id
+        return owner_layers + _checked_layer(layer_id, self.layer_num - owner_layers, "all drafts together")
 
     # -- bytes
 
@@ -345,9 +355,15 @@ class HostPool:
     def buffer(self) -> torch.Tensor:
         """All pages, flat uint8 on CPU; RuntimeError once destroyed."""
         self._gate.check_open()
-        if self._buffer is None:
+        return self.host_buffer.tensor
+
+    @property
+    def host_buffer(self) -> HostBuffer:
+        """The memory behind ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
+        self._gate.check_open()
+        if self._host_buffer is None:
             raise RuntimeError(f"a {type(self).__name__} has no bytes, so it has no buffer")
-        return self._buffer
+        return self._host_buffer
 
     def component_view(self, name: str) -> torch.Tensor:
         """View of a component in its own type, with the axes of the layout; the class says the shapes."""
@@ -386,11 +402,12 @@ class HostPool:
 
     def destroy(self) -> None:
         """Wait for the transfers in flight, then give the memory back; a second call does nothing."""
-        if not self._gate.close():
-            return
+        self._gate.close()
         self._index_rows.forget()
         self._transfer = None
-        self._buffer = None
+        if self._host_buffer is not None:
+            self._host_buffer.close()
+            self._host_buffer = None
 
     def _component_number(self, name: str) -> int:
         names = list(self._components)
@@ -404,6 +421,12 @@ def _one_of(argument: str, value: object, accepted: Sequence[str]) -> str:
         if value == choice:
             return choice
     raise ValueError(f"{argument} is {value!r}; accepted are {', '.join(accepted)}")
+
+
+def _checked_layer(layer_id: int, layers: int, whose: str) -> int:
+    if not 0 <= layer_id < layers:
+        raise ValueError(f"layer_id is {layer_id}; layers of {whose}: {layers}, from 0")
+    return layer_id
 
 
 def _page_count(device_pool: DevicePool, geometry: PoolGeometry, host_to_device_ratio: float, host_size: float) -> int:

@@ -33,7 +33,7 @@ class NullPoolHost(HostPool):
         self._set_up_slots(pages)
         self._components = {}
         self._strides = ()
-        self._buffer = None
+        self._host_buffer = None
         self._transfer = None
         self.packed_draft_device_pools = ()
         self.dtype = torch.uint8

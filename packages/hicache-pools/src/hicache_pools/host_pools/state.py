@@ -9,6 +9,7 @@ from hicache_kernels import HostLayout, TransferPolicy
 
 from ..device_pools import DevicePool
 from .base import HostPool
+from .memory_options import HostMemoryOptions
 
 
 class StateHostPool(HostPool):
@@ -31,6 +32,7 @@ class StateHostPool(HostPool):
         *,
         pages: int | None = None,
         packed_draft_device_pools: Sequence[object] = (),
+        memory_options: HostMemoryOptions | None = None,
     ) -> None:
         super().__init__(
             device_pool,
@@ -44,4 +46,5 @@ class StateHostPool(HostPool):
             transfer_policy,
             pages=pages,
             packed_draft_device_pools=packed_draft_device_pools,
+            memory_options=memory_options,
         )

@@ -64,14 +64,21 @@ class TransferGate:
             if self._closed:
                 return False
             self._closed = True
+        self.drain()
+        return True
+
+    def drain(self) -> None:
+        """Wait for the calls under way and the results in flight."""
+        with self._changed:
             self._changed.wait_for(lambda: self._calls == 0)
             results = list(self._results)
-            self._results.clear()
         for result in results:
             for event in (result.device_released, result.host_ready):
                 if event is not None:
                     event.synchronize()
-        return True
+        with self._changed:
+            while self._results and _done(self._results[0]):
+                self._results.popleft()
 
 
 def _done(result: TransferResult) -> bool:
