@@ -1,0 +1,270 @@
+"""The contract of a storage backend (L3): whole pages by key, straight out of and into a host pool's memory."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+MAX_KEY_BYTES = 32
+"""Longest key; a page hash has 16 bytes."""
+
+_POOL_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+
+
+class StoragePool(Protocol):
+    """What a storage needs of a host pool."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page."""
+
+    @property
+    def page_num(self) -> int:
+        """Pages of the pool."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes a page, over all its parts; 0 for a pool that keeps books only."""
+
+    @property
+    def geometry(self) -> Any:
+        """Dataclass of layout, dtypes, page size, components and layers."""
+
+    def page_memory(self, page: int) -> tuple[memoryview, ...]:
+        """Writable views of a page's parts, in storage order."""
+
+
+class RegisteredPool(NamedTuple):
+    """A pool a storage moves pages for, with its geometry read once."""
+
+    name: str
+    pool: StoragePool
+    page_size: int
+    page_num: int
+    page_bytes: int
+    digest: bytes
+
+
+class StorageStats(NamedTuple):
+    """Plain counters since the storage was opened; ``pages`` and ``bytes`` are what it holds now.
+
+    ``stored`` pages were written, ``present`` ones were there already. ``orphans`` were refused because the page before
+    them is not stored, ``no_room`` because capacity did not suffice, ``skipped`` because the storage was backing off.
+    ``damaged``, ``foreign``, ``old_format`` and ``wrong_owner`` pages were found, counted as misses and removed.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    capacity_bytes: int | None = None
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    present: int = 0
+    evicted: int = 0
+    orphans: int = 0
+    no_room: int = 0
+    skipped: int = 0
+    damaged: int = 0
+    foreign: int = 0
+    old_format: int = 0
+    wrong_owner: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    backing_off: bool = False
+
+
+class HiCacheStorage(ABC):
+    """Pages that outlive the process or the machine.
+
+    A backend implements ``_present``, ``_load`` and ``_store``; arguments are checked here. Faults of the medium are
+    never raised by ``batch_exists``, ``batch_get`` and ``batch_set``: what cannot be read is not there, what cannot be
+    written is reported as not stored. Methods may be called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[str, RegisteredPool] = {}
+        self._closed = False
+
+    def register_mem_pool_host(self, pool: StoragePool, name: str = "kv") -> None:
+        """Make a host pool known, whose pages ``batch_get`` fills and ``batch_set`` reads.
+
+        Parameters
+        ----------
+        pool
+            A physical host pool, never a group.
+        name
+            The pool's name in the group; ``kv`` is the anchor.
+
+        Raises
+        ------
+        ValueError
+            Where the name is not 1 to 64 of letters, digits and underscores, or another pool has it.
+        TypeError
+            Where the pool lacks an attribute.
+        """
+        self._check_open()
+        if not _POOL_NAME.fullmatch(name):
+            raise ValueError(f"name is {name!r}; accepted are 1 to 64 letters, digits and underscores")
+        known = self._pools.get(name)
+        if known is not None and known.pool is not pool:
+            raise ValueError(f"name is {name!r}; another pool is registered under it")
+        for attribute in ("page_size", "page_num", "page_bytes", "geometry", "page_memory"):
+            if not hasattr(pool, attribute):
+                raise TypeError(f"pool is {type(pool).__name__}; it lacks {attribute}, which a storage needs")
+        self._pools[name] = RegisteredPool(
+            str(name), pool, pool.page_size, pool.page_num, pool.page_bytes, self._pool_digest(pool)
+        )
+
+    def batch_exists(self, keys: Sequence[bytes], *, name: str = "kv") -> int:
+        """Return how many leading keys have a page of pool ``name``.
+
+        The answer is about sizes and names; damage shows when a page is read.
+        """
+        pool, names = self._pool(name), self._keys(keys)
+        present = self._present(pool, names, leading=True)
+        return present.index(False) if False in present else len(present)
+
+    def batch_get(self, keys: Sequence[bytes], host_indices: torch.Tensor, *, name: str = "kv") -> list[bool]:
+        """Fill host pages from storage.
+
+        Parameters
+        ----------
+        keys
+            One a page, 1 to 32 bytes each.
+        host_indices
+            int64 or int32 slot indices on the CPU, whole pages of pool ``name`` in the order of ``keys``.
+
+        Returns
+        -------
+        list of bool
+            For each key whether its page is loaded. The bytes of a page that is not are undefined.
+
+        Raises
+        ------
+        ValueError
+            Where counts do not match or indices are not whole pages of the pool.
+        KeyError
+            Where no pool is registered under ``name``.
+        """
+        pool, names = self._pool(name), self._keys(keys)
+        pages = _pages_of(host_indices, pool, len(names))
+        return self._load(pool, names, pages) if names else []
+
+    def batch_set(
+        self,
+        keys: Sequence[bytes],
+        host_indices: torch.Tensor,
+        *,
+        parents: Sequence[bytes | None] | None = None,
+        name: str = "kv",
+    ) -> list[bool]:
+        """Store host pages.
+
+        Parameters
+        ----------
+        keys
+            One a page, 1 to 32 bytes each, heads of prefixes first.
+        host_indices
+            int64 or int32 slot indices on the CPU, whole pages of pool ``name`` in the order of ``keys``. Their bytes
+            must not change before the call returns.
+        parents
+            For each key the key of the page before it, None for a sequence's first page. A page whose parent is not
+            stored is refused, and leaves before its parent does. Without parents pages are independent.
+
+        Returns
+        -------
+        list of bool
+            For each key whether its page is in storage now. A page that is not is not visible either.
+
+        Raises
+        ------
+        ValueError, KeyError
+            As ``batch_get``.
+        """
+        pool, names = self._pool(name), self._keys(keys)
+        pages = _pages_of(host_indices, pool, len(names))
+        before: list[bytes | None] = [None] * len(names) if parents is None else list(parents)
+        if len(before) != len(names):
+            raise ValueError(f"parents has {len(before)} entries for {len(names)} keys")
+        self._keys([p for p in before if p is not None])
+        return self._store(pool, names, pages, before) if names else []
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove every page of this fingerprint."""
+
+    @abstractmethod
+    def stats(self) -> StorageStats:
+        """Return counters since the storage was opened, and what it holds."""
+
+    def close(self) -> None:
+        """Stop using the medium; calls after it raise ``RuntimeError``. Idempotent."""
+        self._closed = True
+
+    @abstractmethod
+    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """For each key whether its page is there; after the first absence of ``leading`` keys the rest may be cut."""
+
+    @abstractmethod
+    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Fill pages."""
+
+    @abstractmethod
+    def _store(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
+    ) -> list[bool]:
+        """Store pages."""
+
+    def _pool_digest(self, pool: StoragePool) -> bytes:
+        """Digest of what a pool's bytes mean; a backend without a fingerprint lives as long as its pools."""
+        return b""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the storage is closed")
+
+    def _pool(self, name: str) -> RegisteredPool:
+        self._check_open()
+        pool = self._pools.get(name)
+        if pool is None:
+            raise KeyError(f"name is {name!r}; registered pools: {', '.join(self._pools) or 'none'}")
+        return pool
+
+    @staticmethod
+    def _keys(keys: Sequence[bytes]) -> list[bytes]:
+        for key in keys:
+            if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
+                raise ValueError(f"keys has {key!r}; accepted are 1 to {MAX_KEY_BYTES} bytes")
+        return list(keys)
+
+
+def _pages_of(host_indices: torch.Tensor, pool: RegisteredPool, pages: int) -> list[int]:
+    """Page numbers of slot indices that are whole pages in order."""
+    if host_indices.device.type != "cpu" or host_indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"host_indices is {host_indices.dtype} on {host_indices.device}; accepted is int64 or int32 on the CPU"
+        )
+    if host_indices.ndim != 1 or len(host_indices) != pages * pool.page_size:
+        raise ValueError(
+            f"host_indices has shape {tuple(host_indices.shape)}; {pages} keys of pool {pool.name!r} with pages of "
+            f"{pool.page_size} slots need ({pages * pool.page_size},)"
+        )
+    slots: npt.NDArray[np.int64] = host_indices.numpy().astype(np.int64, copy=False).reshape(pages, pool.page_size)
+    first = slots[:, :1]
+    if pages and (first.min() < 0 or slots.max() >= pool.page_num * pool.page_size):
+        raise ValueError(
+            f"host_indices runs from {slots.min()} to {slots.max()}; pool {pool.name!r} has slots 0 to "
+            f"{pool.page_num * pool.page_size - 1}"
+        )
+    if (first % pool.page_size).any() or (slots != first + np.arange(pool.page_size)).any():
+        raise ValueError(f"host_indices are not whole pages of {pool.page_size} slots in order")
+    numbers: list[int] = (first[:, 0] // pool.page_size).tolist()
+    return numbers

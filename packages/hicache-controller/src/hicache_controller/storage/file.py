@@ -1,0 +1,484 @@
+"""The default storage backend: pages as files of one directory, which several processes may share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple, TypeVar
+
+from .backoff import Backoff
+from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
+from .directory import StorageDirectory, disk_bytes
+from .fingerprint import Fingerprint
+from .page_file import FOOTER_BYTES, Outcome, read_page, write_page
+from .page_index import PageIndex
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 << 20
+_CHUNK_PAGES = 256
+_SLICE_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
+_SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
+_TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class _Job(NamedTuple):
+    """One page to store: position in the batch, name in the index, host page, its parent's name, and its time."""
+
+    position: int
+    key: bytes
+    page: bytes
+    host_page: int
+    parent: bytes | None
+    tick: int
+
+
+class FileStorage(HiCacheStorage):
+    """Pages as files: atomic, checked, evicted least recently used first and tails before heads.
+
+    Parameters
+    ----------
+    directory
+        Created with mode 0700 where it does not exist. Only files with a page's name are ever touched.
+    fingerprint
+        Model and rank. Processes of other models and ranks may share the directory and its capacity.
+    capacity_bytes
+        Most bytes of the whole directory, in blocks of 4 KiB; None for no limit. With other writers present each keeps
+        back 1/32 of it for each of them.
+    threads
+        Threads that move pages; the GIL is free while they read, write and wait.
+    clock
+        Seconds that grow; for tests.
+
+    Raises
+    ------
+    ValueError
+        Where the capacity or the number of threads is not positive.
+    OSError
+        Where the directory cannot be created, written or listed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        fingerprint: Fingerprint,
+        capacity_bytes: int | None = None,
+        threads: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        for name, value in (("capacity_bytes", capacity_bytes), ("threads", threads)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        self._fingerprint = fingerprint
+        self._model = fingerprint.digest()[:8]
+        self._capacity = capacity_bytes
+        self._threads = threads or max(2, min(8, os.cpu_count() or 2))
+        self._root = os.path.abspath(directory)
+        self._owner = os.geteuid()
+        self._mutex = threading.Lock()  # index, counts, and what is reserved; never held while waiting for a lock
+        self._index = PageIndex()
+        self._counts: Counter[str] = Counter()
+        self._reserved = 0
+        self._unseen = 0
+        self._presence = (0, 0)
+        self._tick = 0
+        self._reads, self._writes = Backoff(clock), Backoff(clock)
+        self._lost = False
+        self._reopening = threading.Lock()
+        try:
+            self._directory = StorageDirectory(self._root)
+            self._scan()
+            self._reserve(0, set())
+        except OSError as error:
+            why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
+            raise type(error)(error.errno, why, error.filename) from error
+        self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix="hicache-file")
+
+    def page_path(self, key: bytes, name: str = "kv") -> str:
+        """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
+        return self._path(self._pool(name), self._keys([key])[0] + self._model)
+
+    def clear(self) -> None:
+        """Remove every page of this fingerprint; pages of other models and ranks stay."""
+        self._check_open()
+        try:
+            with self._directory.locked(exclusive=True):
+                self._scan()
+                with self._mutex:
+                    for entry in [e for e in self._index if e.key.endswith(self._model)]:
+                        self._unlink(entry.key, [part for part, _ in entry.parts])
+        except OSError as error:
+            self._failed(self._writes, "write_errors", "clear", error)
+
+    def stats(self) -> StorageStats:
+        """Return counters since the storage was opened; ``pages`` and ``bytes`` are what it knows of the directory."""
+        with self._mutex:
+            return StorageStats(
+                pages=len(self._index),
+                bytes=self._index.total_bytes,
+                capacity_bytes=self._capacity,
+                backing_off=self._reads.active or self._writes.active,
+                **self._counts,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` where the index contradicts itself."""
+        with self._mutex:
+            self._index.check_integrity()
+
+    def close(self) -> None:
+        """Wait for what is running, then leave the directory. Idempotent."""
+        if not self._closed:
+            super().close()
+            self._workers.shutdown()
+            self._directory.close()
+
+    def _pool_digest(self, pool: StoragePool) -> bytes:
+        return self._fingerprint.pool_digest(pool.geometry)
+
+    @staticmethod
+    def _part(pool: RegisteredPool) -> str:
+        return f"{pool.name}-{pool.digest[:4].hex()}"
+
+    def _path(self, pool: RegisteredPool, page: bytes) -> str:
+        return self._directory.page_path(page, self._part(pool))
+
+    # Reading
+
+    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        if self._reads.active:
+            self._count("skipped", len(keys))
+            return [False] * len(keys)
+        present = []
+        for key in keys:
+            present.append(_file_size(self._path(pool, key + self._model)) == pool.page_bytes + FOOTER_BYTES)
+            if leading and not present[-1]:
+                break
+        with self._mutex:
+            for key, there, tick in zip(keys, present, self._ticks(len(keys)), strict=False):
+                if there:
+                    self._index.touch(key + self._model, tick)
+        return present
+
+    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        if self._reads.active:
+            self._count("skipped", len(keys))
+            return [False] * len(keys)
+        items = list(zip(keys, pages, strict=True))
+        outcomes = self._spread(lambda item: self._read(pool, *item), items, pool.page_bytes)
+        with self._mutex:
+            part = self._part(pool)
+            for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
+                if outcome is Outcome.HIT:
+                    # A page another process stored gets its parent with the next scan.
+                    self._index.touch(key + self._model, tick)
+                else:
+                    self._index.remove_part(key + self._model, part)
+            self._counts.update(outcome.value for outcome in outcomes)
+            hits = outcomes.count(Outcome.HIT)
+            self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
+            self._counts["bytes_read"] += hits * pool.page_bytes
+        if hits and self._reads.succeeded():
+            logger.info("storage %s: reading works again", self._root)
+        return [outcome is Outcome.HIT for outcome in outcomes]
+
+    def _read(self, pool: RegisteredPool, key: bytes, host_page: int) -> Outcome:
+        path = self._path(pool, key + self._model)
+        views = pool.pool.page_memory(host_page) if pool.page_bytes else ()
+        try:
+            found = read_page(path, views, key=key, fingerprint=pool.digest, owner=self._owner)
+        except OSError as error:
+            self._count("read_errors")
+            if not _removed(path):
+                self._failed(self._reads, None, "read", error)
+            return Outcome.MISSING
+        if found.outcome is Outcome.HIT:
+            if time.time_ns() - found.touched > _TOUCH_NS:
+                _touch(path)
+        elif found.outcome is not Outcome.MISSING:
+            logger.debug("storage %s: page %s is %s and removed", self._root, path, found.outcome.value)
+            _removed(path)
+        return found.outcome
+
+    # Writing
+
+    def _store(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
+    ) -> list[bool]:
+        stored = [False] * len(keys)
+        size = disk_bytes(pool.page_bytes + FOOTER_BYTES)
+        most = _CHUNK_BYTES if self._capacity is None else min(_CHUNK_BYTES, self._capacity // 8)
+        step = max(1, min(_CHUNK_PAGES, most // size))
+        with self._mutex:
+            ticks = self._ticks(len(keys))
+        jobs = [
+            _Job(i, key, key + self._model, page, None if parent is None else parent + self._model, tick)
+            for i, (key, page, parent, tick) in enumerate(zip(keys, pages, parents, ticks, strict=True))
+        ]
+        for start in range(0, len(jobs), step):
+            if self._writes.active:
+                self._count("skipped", len(jobs) - start)
+                break
+            try:
+                self._reopen_if_lost()
+                self._store_chunk(pool, size, jobs[start : start + step], stored)
+            except OSError as error:
+                self._failed(self._writes, "write_errors", "store", error)
+                break
+        return stored
+
+    def _store_chunk(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> None:
+        """Store pages of one chunk and mark them; a failure of the medium is raised once the rest is settled."""
+        todo = self._without_present(pool, size, jobs, stored)
+        if not todo:
+            return
+        keep = {job.page for job in todo} | {job.parent for job in todo if job.parent is not None}
+        if not self._reserve(len(todo) * size, keep):
+            self._count("no_room", len(todo))
+            return
+        try:
+            with self._directory.locked(exclusive=False):
+                written = self._spread(lambda job: self._write(pool, job), todo, pool.page_bytes)
+                failure = self._publish(pool, size, todo, written, stored)
+        finally:
+            with self._mutex:
+                self._reserved -= len(todo) * size
+        if failure is not None:
+            raise failure
+        if self._writes.succeeded():
+            logger.info("storage %s: writing works again", self._root)
+
+    def _without_present(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> list[_Job]:
+        part = self._part(pool)
+        todo = []
+        with self._mutex:
+            for job in jobs:
+                if job.parent is not None:
+                    self._index.touch(job.parent, job.tick + 1)
+        for job in jobs:
+            if _file_size(self._directory.page_path(job.page, part)) != pool.page_bytes + FOOTER_BYTES:
+                todo.append(job)
+                continue
+            stored[job.position] = True
+            with self._mutex:
+                self._counts["present"] += 1
+                self._index.add(job.page, part, size, job.parent, job.tick)
+        return todo
+
+    def _write(self, pool: RegisteredPool, job: _Job) -> str | OSError:
+        path = self._directory.temporary_path()
+        parent = None if job.parent is None else job.parent[: -len(self._model)]
+        views = pool.pool.page_memory(job.host_page) if pool.page_bytes else ()
+        try:
+            write_page(path, views, key=job.key, parent=parent, fingerprint=pool.digest)
+        except OSError as error:
+            return error
+        return path
+
+    def _publish(
+        self,
+        pool: RegisteredPool,
+        size: int,
+        jobs: list[_Job],
+        written: list[str | OSError],
+        stored: list[bool],
+    ) -> OSError | None:
+        """Give written pages their names in order, so that no page is visible before its head; return a failure."""
+        part = self._part(pool)
+        failure: OSError | None = None
+        published: set[bytes] = set()
+        for job, result in zip(jobs, written, strict=True):
+            if isinstance(result, OSError):
+                failure = failure or result
+                continue
+            if job.parent is not None and job.parent not in published and not self._is_stored(job.parent):
+                self._count("orphans")
+                _removed(result)
+                continue
+            try:
+                os.rename(result, self._directory.page_path(job.page, part))
+            except OSError as error:
+                failure = failure or error
+                _removed(result)
+                continue
+            published.add(job.page)
+            stored[job.position] = True
+            with self._mutex:
+                self._index.add(job.page, part, size, job.parent, job.tick)
+                self._unseen += size
+                self._counts["stored"] += 1
+                self._counts["bytes_written"] += pool.page_bytes
+        return failure
+
+    def _is_stored(self, page: bytes) -> bool:
+        """Whether any part of a page is on disk, from this process or another; the directory's lock is held."""
+        with self._mutex:
+            entry = self._index.get(page)
+            parts = [] if entry is None else [part for part, _ in entry.parts]
+        parts += [self._part(pool) for pool in self._pools.values()]
+        return any(_file_size(self._directory.page_path(page, part)) is not None for part in parts)
+
+    # Room
+
+    def _reserve(self, need: int, keep: set[bytes]) -> bool:
+        """Reserve bytes, evicting what is in the way but not ``keep``; return whether there is room."""
+        if self._capacity is None:
+            with self._mutex:
+                self._reserved += need
+            return True
+        presence = self._directory.presence()
+        share = self._capacity // _SHARE
+        limit = self._capacity - presence[0] * share
+        with self._mutex:
+            crowded = presence != self._presence or (presence[0] > 0 and self._unseen + need > share)
+            if not crowded and self._index.total_bytes + self._reserved + need <= limit:
+                self._reserved += need
+                return True
+        with self._directory.locked(exclusive=True):
+            if presence[0] > 0 or presence != self._presence:
+                self._directory.remove_dead()
+                self._scan()
+                limit = self._capacity - self._presence[0] * share
+            spare = share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
+            with self._mutex:
+                if self._index.total_bytes + self._reserved + need > limit:
+                    self._evict(limit - need - self._reserved - spare, keep)
+                if self._index.total_bytes + self._reserved + need > limit:
+                    return False
+                self._reserved += need
+                return True
+
+    def _evict(self, target: int, keep: set[bytes]) -> None:
+        """Remove leaves until at most ``target`` bytes are left; lock and mutex are held."""
+        part_path = self._directory.page_path
+        while self._index.total_bytes > target:
+            entry = self._index.oldest_leaf(keep)
+            if entry is None:
+                return
+            touched = max((_touched(part_path(entry.key, part)) for part, _ in entry.parts), default=0)
+            if touched > entry.tick:  # another process has used it since
+                self._index.touch(entry.key, touched)
+                continue
+            self._unlink(entry.key, [part for part, _ in entry.parts])
+            self._counts["evicted"] += 1
+
+    def _unlink(self, page: bytes, parts: Sequence[str]) -> None:
+        for part in parts:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._directory.page_path(page, part))
+        self._index.remove(page)
+
+    def _scan(self) -> None:
+        """Make the index agree with the directory: read what is new, drop what is gone."""
+        presence = self._directory.presence()
+        with self._mutex:
+            gone = {(entry.key, part) for entry in self._index for part, _ in entry.parts}
+        found = []
+        for path, page, part in self._directory.names():
+            if (page, part) in gone:
+                gone.discard((page, part))
+            else:
+                found.append(self._directory.look(path, page, part))
+        with self._mutex:
+            for page, part in gone:
+                if _file_size(self._directory.page_path(page, part)) is None:
+                    self._index.remove_part(page, part)
+            for item in found:
+                if item is not None:
+                    self._index.add(item.page, item.part, item.size, item.parent, item.touched)
+            self._unseen = 0
+            self._presence = presence
+
+    # Faults
+
+    def _reopen_if_lost(self) -> None:
+        """Come back to a directory that was removed or replaced."""
+        with self._reopening:
+            if not self._lost:
+                return
+            fresh = StorageDirectory(self._root)
+            old, self._directory = self._directory, fresh
+            old.close()
+            with self._mutex:
+                self._index.clear()
+            self._scan()
+            self._lost = False
+
+    def _failed(self, backoff: Backoff, counter: str | None, what: str, error: OSError) -> None:
+        if counter is not None:
+            self._count(counter)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            self._lost = True
+        if backoff.failed():
+            logger.warning("storage %s: cannot %s (%s); going on without it and trying again", self._root, what, error)
+
+    def _count(self, counter: str, by: int = 1) -> None:
+        with self._mutex:
+            self._counts[counter] += by
+
+    def _ticks(self, count: int) -> range:
+        """Return falling times in nanoseconds, all later than any before, comparable with the files' times; mutex held.
+
+        The head of a batch gets the latest, so that it outlives the tail even where no parents are known.
+        """
+        before = self._tick
+        self._tick = max(before, time.time_ns()) + count
+        return range(self._tick, self._tick - count, -1)
+
+    def _spread(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
+        """Do the work of all items, in as many threads as it is worth; results in order."""
+        slices = max(1, min(self._threads, len(items), len(items) * (item_bytes + 4096) // _SLICE_BYTES))
+        cuts = [len(items) * i // slices for i in range(slices + 1)]
+
+        def some(start: int, stop: int) -> list[_Result]:
+            return [work(item) for item in items[start:stop]]
+
+        others = [self._workers.submit(some, *cut) for cut in itertools.pairwise(cuts[1:])]
+        try:
+            results = some(cuts[0], cuts[1])
+        finally:
+            wait(others)  # whatever happened here, nobody may touch the host pages after the call
+        return results + [result for other in others for result in other.result()]
+
+
+def _file_size(path: str) -> int | None:
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return None
+
+
+def _touched(path: str) -> int:
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _touch(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path, follow_symlinks=False)
+
+
+def _removed(path: str) -> bool:
+    """Remove a file; return whether it is gone."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""Storage in this process's memory: for tests, for bookkeeping pools, and as the smallest example of a backend."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from .base import HiCacheStorage, RegisteredPool, StorageStats
+from .page_index import PageIndex
+
+
+class MemoryStorage(HiCacheStorage):
+    """A dict of pages with a capacity, the same rules as the file backend, and no medium that could fail.
+
+    Parameters
+    ----------
+    capacity_bytes
+        Most bytes kept; None for no limit. The least recently used pages leave first, a prefix's tail before its head.
+
+    Raises
+    ------
+    ValueError
+        Where the capacity is negative.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        super().__init__()
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must not be negative")
+        self._capacity = capacity_bytes
+        self._lock = threading.Lock()
+        self._index = PageIndex()
+        self._bytes: dict[tuple[str, bytes], bytes] = {}
+        self._counts: Counter[str] = Counter()
+        self._tick = 0
+
+    def clear(self) -> None:
+        """Remove every page."""
+        self._check_open()
+        with self._lock:
+            self._index.clear()
+            self._bytes.clear()
+
+    def stats(self) -> StorageStats:
+        """Return counters since the storage was made, and what it holds."""
+        with self._lock:
+            return StorageStats(
+                pages=len(self._index),
+                bytes=self._index.total_bytes,
+                capacity_bytes=self._capacity,
+                backing_off=False,
+                **self._counts,
+            )
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` where index and pages do not agree."""
+        with self._lock:
+            self._index.check_integrity()
+            known = {(part, entry.key) for entry in self._index for part, _ in entry.parts}
+            if known != set(self._bytes):
+                raise RuntimeError(f"index and pages differ in {known ^ set(self._bytes)}")
+
+    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        with self._lock:
+            present = [(pool.name, key) in self._bytes for key in keys]
+            for key, tick in zip(keys, self._ticks(len(keys)), strict=True):
+                self._index.touch(key, tick)
+        return present
+
+    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        loaded = []
+        with self._lock:
+            for key, page, tick in zip(keys, pages, self._ticks(len(keys)), strict=True):
+                found = self._bytes.get((pool.name, key))
+                loaded.append(found is not None)
+                if found is not None:
+                    self._index.touch(key, tick)
+                    _copy_out(pool, page, found)
+            hits = sum(loaded)
+            self._counts["hits"] += hits
+            self._counts["misses"] += len(keys) - hits
+            self._counts["bytes_read"] += hits * pool.page_bytes
+        return loaded
+
+    def _store(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
+    ) -> list[bool]:
+        with self._lock:
+            jobs = zip(keys, pages, parents, self._ticks(len(keys)), strict=True)
+            return [self._store_one(pool, *job) for job in jobs]
+
+    def _store_one(self, pool: RegisteredPool, key: bytes, page: int, parent: bytes | None, tick: int) -> bool:
+        name = (pool.name, key)
+        if name in self._bytes:
+            self._index.touch(key, tick)
+            self._counts["present"] += 1
+            return True
+        if parent is not None and parent not in self._index:
+            self._counts["orphans"] += 1
+            return False
+        if not self._make_room(pool.page_bytes, key, parent):
+            self._counts["no_room"] += 1
+            return False
+        data = b"".join(pool.pool.page_memory(page)) if pool.page_bytes else b""
+        self._bytes[name] = data
+        self._index.add(key, pool.name, pool.page_bytes, parent, tick)
+        self._counts["stored"] += 1
+        self._counts["bytes_written"] += pool.page_bytes
+        return True
+
+    def _ticks(self, count: int) -> range:
+        """Falling numbers, so that the head of a batch outlives its tail even where no parents are known."""
+        self._tick += count
+        return range(self._tick, self._tick - count, -1)
+
+    def _make_room(self, size: int, key: bytes, parent: bytes | None) -> bool:
+        if self._capacity is None:
+            return True
+        keep = (key,) if parent is None else (key, parent)
+        while self._index.total_bytes + size > self._capacity:
+            entry = self._index.oldest_leaf(keep)
+            if entry is None:
+                return False
+            for part, _ in entry.parts:
+                del self._bytes[part, entry.key]
+            self._index.remove(entry.key)
+            self._counts["evicted"] += 1
+        return True
+
+
+def _copy_out(pool: RegisteredPool, page: int, data: bytes) -> None:
+    if not pool.page_bytes:
+        return
+    start, source = 0, memoryview(data)
+    for view in pool.pool.page_memory(page):
+        view[:] = source[start : start + len(view)]
+        start += len(view)

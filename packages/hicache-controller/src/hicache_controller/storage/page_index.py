@@ -1,0 +1,163 @@
+"""Which pages a storage holds and which goes next: LRU over leaves, so that a suffix never outlives its head."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator
+
+
+class PageEntry:
+    """One page: its parts (one for each pool that stored something under its key) and its place in the prefix tree."""
+
+    __slots__ = ("key", "parent", "parts", "queued", "removed", "tick")
+
+    def __init__(self, key: bytes, parent: bytes | None, tick: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.tick = tick
+        self.parts: tuple[tuple[str, int], ...] = ()
+        self.queued = False
+        self.removed = False
+
+    def part_bytes(self, part: str) -> int | None:
+        """Bytes of a part, or None where the page does not have it."""
+        for name, size in self.parts:
+            if name == part:
+                return size
+        return None
+
+
+class PageIndex:
+    """Pages by key, their bytes, and the order in which they leave.
+
+    Not thread-safe: its owner holds a lock. ``tick`` is any number that grows with time.
+
+    Invariants: ``total_bytes`` is the sum over all parts; ``_children[k]`` counts the entries whose parent is ``k``
+    (``k`` itself may be missing); every entry without children is queued, and each entry is in the heap at most once.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, PageEntry] = {}
+        self._children: dict[bytes, int] = {}
+        self._leaves: list[tuple[int, int, PageEntry]] = []
+        self._pushes = 0
+        self.total_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[PageEntry]:
+        return iter(self._entries.values())
+
+    def get(self, key: bytes) -> PageEntry | None:
+        """Return the entry of a key, or None."""
+        return self._entries.get(key)
+
+    def add(self, key: bytes, part: str, size: int, parent: bytes | None, tick: int) -> None:
+        """Add a part of a page; the first to come fixes the page's parent. A part that is there gets the new size."""
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = PageEntry(key, parent, tick)
+            if parent is not None:
+                self._children[parent] = self._children.get(parent, 0) + 1
+            if key not in self._children:
+                self._queue(entry)
+        elif tick > entry.tick:
+            entry.tick = tick
+        before = entry.part_bytes(part)
+        if before is None:
+            entry.parts += ((part, size),)
+            self.total_bytes += size
+        elif before != size:
+            entry.parts = tuple((n, size if n == part else s) for n, s in entry.parts)
+            self.total_bytes += size - before
+
+    def touch(self, key: bytes, tick: int) -> None:
+        """Note a use; unknown keys are ignored. Ancestors count as used for as long as the page is there."""
+        entry = self._entries.get(key)
+        if entry is not None and tick > entry.tick:
+            entry.tick = tick
+
+    def remove_part(self, key: bytes, part: str) -> None:
+        """Forget one part, and the page with its last part; unknown ones are ignored."""
+        entry = self._entries.get(key)
+        size = None if entry is None else entry.part_bytes(part)
+        if entry is None or size is None:
+            return
+        entry.parts = tuple(p for p in entry.parts if p[0] != part)
+        self.total_bytes -= size
+        if not entry.parts:
+            self.remove(key)
+
+    def remove(self, key: bytes) -> None:
+        """Forget a page with all its parts; an unknown key is ignored."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        entry.removed = True
+        self.total_bytes -= sum(size for _, size in entry.parts)
+        if entry.parent is None:
+            return
+        left = self._children[entry.parent] - 1
+        if left:
+            self._children[entry.parent] = left
+            return
+        del self._children[entry.parent]
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.tick = max(parent.tick, entry.tick)
+            self._queue(parent)
+
+    def oldest_leaf(self, keep: Collection[bytes] = ()) -> PageEntry | None:
+        """Return the page to evict next: the least recently used of those without children and not in ``keep``."""
+        leaves, kept, found = self._leaves, [], None
+        while leaves:
+            tick, count, entry = leaves[0]
+            if entry.removed or entry.key in self._children:
+                entry.queued = False
+                heapq.heappop(leaves)
+            elif entry.tick > tick:
+                heapq.heapreplace(leaves, (entry.tick, count, entry))
+            elif entry.key in keep:
+                kept.append(heapq.heappop(leaves))
+            else:
+                found = entry
+                break
+        for item in kept:
+            heapq.heappush(leaves, item)
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` where an invariant of the class does not hold."""
+        total = sum(size for e in self._entries.values() for _, size in e.parts)
+        if total != self.total_bytes:
+            raise RuntimeError(f"total_bytes is {self.total_bytes}, the parts sum to {total}")
+        children: dict[bytes, int] = {}
+        for entry in self._entries.values():
+            if entry.parent is not None:
+                children[entry.parent] = children.get(entry.parent, 0) + 1
+        if children != self._children:
+            raise RuntimeError("the counts of children differ from the parents the pages name")
+        queued = [id(e) for _, _, e in self._leaves if not e.removed]
+        if len(queued) != len(set(queued)):
+            raise RuntimeError("a page is queued for eviction twice")
+        missing = [k for k, e in self._entries.items() if k not in children and id(e) not in set(queued)]
+        if missing:
+            raise RuntimeError(f"{len(missing)} pages without children are not queued for eviction")
+
+    def _queue(self, entry: PageEntry) -> None:
+        if entry.queued:
+            return
+        if len(self._leaves) > 2 * len(self._entries) + 64:
+            self._leaves = [item for item in self._leaves if not item[2].removed]
+            heapq.heapify(self._leaves)
+        entry.queued = True
+        self._pushes += 1
+        heapq.heappush(self._leaves, (entry.tick, self._pushes, entry))
