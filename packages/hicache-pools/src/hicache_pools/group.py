@@ -4,84 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
 from hicache_kernels import Capabilities
 
-from .pool_transfer import PoolName, PoolTransfer
+from .group_slots import Side, SlotRequest, SlotTaker, give_slots
+from .pool_entry import REQUIRED_POOL_ATTRIBUTES, PoolEntry, check_device_callbacks, check_entry
+from .pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
+
+__all__ = ["REQUIRED_POOL_ATTRIBUTES", "HostPoolGroup", "PoolEntry", "PoolHitPolicy", "PoolName", "PoolTransfer"]
 
 logger = logging.getLogger(__name__)
-
-Side = Literal["host", "device"]
-
-
-REQUIRED_POOL_ATTRIBUTES = (
-    "alloc",
-    "available_size",
-    "backup_from_device_all_layer",
-    "can_use_write_back_jit",
-    "capabilities",
-    "clear",
-    "destroy",
-    "device",
-    "free",
-    "layer_num",
-    "layout",
-    "load_to_device_per_layer",
-    "page_size",
-    "size",
-)
-
-
-@dataclass(eq=False, slots=True)
-class PoolEntry:
-    """A host pool in a group, and how it is fed.
-
-    Callbacks may be set after the group was built, as the tree that evicts is made later than the pools.
-
-    Attributes
-    ----------
-    name
-        Unique within the group.
-    host_pool
-        Any pool with the attributes of ``REQUIRED_POOL_ATTRIBUTES``.
-    device_pool
-        Its device side, or None.
-    layer_mapper
-        Model layer to the pool's layer, or None where the model layer is not in this pool.
-    is_primary_index_anchor
-        Whether other pools derive their indices from this one.
-    host_evict_fn, device_evict_fn
-        ``fn(slots)`` frees at least that many slots of the pool if it can. Called with no lock held; it may call the
-        group, raise, or free less.
-    device_alloc_fn, device_free_fn
-        ``fn(slots) -> indices or None`` and ``fn(indices)`` on the engine's own allocator.
-    packed_draft_device_pools
-        Device pools of draft layers that are tail layers of ``host_pool``.
-    """
-
-    name: PoolName | str
-    host_pool: Any
-    device_pool: Any
-    layer_mapper: Callable[[int], int | None]
-    is_primary_index_anchor: bool = False
-    host_evict_fn: Callable[[int], object] | None = None
-    device_evict_fn: Callable[[int], object] | None = None
-    device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
-    device_free_fn: Callable[[torch.Tensor], object] | None = None
-    packed_draft_device_pools: tuple[Any, ...] = ()
-
-
-class _Request(NamedTuple):
-    """Slots that one transfer needs."""
-
-    entry: PoolEntry
-    slots: int
 
 
 class HostPoolGroup:
@@ -113,15 +50,15 @@ class HostPoolGroup:
             raise ValueError("entries is empty; a group has at least one pool")
         names: set[str] = set()
         for entry in members:
-            _check_entry(entry, names)
+            check_entry(entry, names)
             names.add(entry.name)
         anchors = [entry for entry in members if entry.is_primary_index_anchor]
         if len(anchors) > 1:
             raise ValueError(f"{[str(e.name) for e in anchors]} are all marked as anchor; a group has one")
         self._anchor = anchors[0] if anchors else members[0]
         self._entries = members
-        self._lock = threading.RLock()
-        self._thread = threading.local()
+        self._lock = threading.Lock()
+        self._slots = SlotTaker()
 
     # -- entries
 
@@ -151,7 +88,7 @@ class HostPoolGroup:
             Its host pool lacks a required attribute.
         """
         with self._lock:
-            _check_entry(entry, {other.name for other in self._entries})
+            check_entry(entry, {other.name for other in self._entries})
             if entry.is_primary_index_anchor:
                 raise ValueError(
                     f"entry {entry.name!s} is marked as anchor, but {self._anchor.name!s} is it; a group has one"
@@ -221,7 +158,7 @@ class HostPoolGroup:
         torch.Tensor or None
             int64 CPU indices ``[n]`` owned by the caller; None where there is no room, and nothing was taken.
         """
-        taken = self._take([_Request(self.get_entry(name), n)], "host")
+        taken = self._slots.take([SlotRequest(self.get_entry(name), n)], "host")
         return None if taken is None else taken[0]
 
     def free(self, indices: torch.Tensor, name: PoolName | str | None = None) -> int:
@@ -230,22 +167,21 @@ class HostPoolGroup:
 
     def alloc_device(self, n: int, name: PoolName | str | None = None) -> torch.Tensor | None:
         """Take ``n`` device slots through the entry's ``device_alloc_fn``, reclaiming once if it is short."""
-        request = _Request(self.get_entry(name), n)
-        _check_device_callbacks(request.entry)
-        taken = self._take([request], "device")
+        request = SlotRequest(self.get_entry(name), n)
+        check_device_callbacks(request.entry)
+        taken = self._slots.take([request], "device")
         return None if taken is None else taken[0]
 
     def free_device(self, indices: torch.Tensor, name: PoolName | str | None = None) -> None:
         """Give device slots back through the entry's ``device_free_fn``."""
         entry = self.get_entry(name)
-        _check_device_callbacks(entry)
-        _give(entry, indices, "device")
+        check_device_callbacks(entry)
+        give_slots(entry, indices, "device")
 
     def clear(self) -> None:
         """Free every host slot of every pool."""
-        with self._lock:
-            for entry in self._entries:
-                entry.host_pool.clear()
+        for entry in self._entries:
+            entry.host_pool.clear()
 
     def destroy(self) -> None:
         """Destroy every pool, also when one of them raises; the first error is raised at the end."""
@@ -320,14 +256,14 @@ class HostPoolGroup:
         """
         released = 0
         errors: list[Exception] = []
-        for transfer in transfers or ():
-            entry = self.get_entry(transfer.name)
+        pairs = [(transfer, self.get_entry(transfer.name)) for transfer in transfers or ()]
+        for transfer, entry in pairs:
             for side in ("host", "device"):
                 indices = self._claim(transfer, side)
                 if indices is None or transfer.indices_from_pool is not None:
                     continue
                 try:
-                    _give(entry, indices, side)
+                    give_slots(entry, indices, side)
                     released += indices.numel()
                 except Exception as error:
                     _set_indices(transfer, side, indices, from_group=True)
@@ -357,13 +293,13 @@ class HostPoolGroup:
         owners = [t for t in transfers if t.indices_from_pool is None and _indices(t, side) is None]
         # The order of names, not of the list: what a rank's tree lists first must not decide who gets the last slots.
         owners.sort(key=lambda transfer: str(transfer.name))
-        requests = [_Request(self.get_entry(t.name), self._count(t, side)) for t in owners]
+        requests = [SlotRequest(self.get_entry(t.name), self._count(t, side)) for t in owners]
         if side == "device":
             for request in requests:
-                _check_device_callbacks(request.entry)
+                check_device_callbacks(request.entry)
         _check_derived(sources, side, owners)
 
-        taken = self._take(requests, side)
+        taken = self._slots.take(requests, side)
         if taken is None:
             return None
         for transfer, indices in zip(owners, taken, strict=True):
@@ -422,82 +358,6 @@ class HostPoolGroup:
             f"transfer {transfer.name!s} has none of host_indices, device_indices, keys and indices_from_pool; give one"
         )
 
-    # -- all or nothing
-
-    def _take(self, requests: Sequence[_Request], side: Side) -> list[torch.Tensor] | None:
-        """Slots for every request, or None with nothing taken; each short pool is asked to reclaim once."""
-        asked: set[str] = set()
-        while True:
-            taken, short = self._try_take(requests, side)
-            if short is None:
-                return taken
-            if short.name in asked:
-                return None
-            asked.add(short.name)
-            needed = sum(request.slots for request in requests if request.entry is short)
-            if not self._reclaim(short, side, needed):
-                return None
-
-    def _try_take(self, requests: Sequence[_Request], side: Side) -> tuple[list[torch.Tensor] | None, PoolEntry | None]:
-        """All slots and None, or None and the entry that was short; nothing stays taken when it raises either."""
-        if side == "host":
-            # Two operations that would each get half and fail take turns instead.
-            with self._lock:
-                return _try_take(requests, side)
-        return _try_take(requests, side)
-
-    def _reclaim(self, entry: PoolEntry, side: Side, needed: int) -> bool:
-        """Call the entry's callback; False where there is none, or where this thread is inside it already."""
-        callback = entry.host_evict_fn if side == "host" else entry.device_evict_fn
-        running: set[tuple[str, Side]] = self._thread.__dict__.setdefault("running", set())
-        key = (str(entry.name), side)
-        if callback is None or key in running:
-            return False
-        if side == "host":
-            needed = max(needed - int(entry.host_pool.available_size()), int(entry.host_pool.page_size))
-        running.add(key)
-        try:
-            callback(needed)
-        except Exception:
-            # It may have freed enough before it raised, and the caller asked for slots, not for the tree's trouble.
-            logger.exception("reclaiming %d %s slots of pool %s failed", needed, side, entry.name)
-        finally:
-            running.discard(key)
-        return True
-
-
-def _try_take(requests: Sequence[_Request], side: Side) -> tuple[list[torch.Tensor] | None, PoolEntry | None]:
-    taken: list[torch.Tensor] = []
-    complete = False
-    try:
-        for entry, slots in requests:
-            indices = _alloc(entry, slots, side)
-            if indices is None:
-                return None, entry
-            taken.append(indices)
-        complete = True
-        return taken, None
-    finally:
-        if not complete:
-            for request, indices in zip(requests, taken, strict=False):
-                try:
-                    _give(request.entry, indices, side)
-                except Exception:
-                    logger.exception("giving %s slots of pool %s back failed", side, request.entry.name)
-
-
-def _alloc(entry: PoolEntry, slots: int, side: Side) -> torch.Tensor | None:
-    alloc: Callable[[int], torch.Tensor | None] | None
-    alloc = entry.host_pool.alloc if side == "host" else entry.device_alloc_fn
-    return None if alloc is None else alloc(slots)
-
-
-def _give(entry: PoolEntry, indices: torch.Tensor, side: Side) -> None:
-    if side == "host":
-        entry.host_pool.free(indices)
-    elif entry.device_free_fn is not None:
-        entry.device_free_fn(indices)
-
 
 def _indices(transfer: PoolTransfer, side: Side) -> torch.Tensor | None:
     return transfer.host_indices if side == "host" else transfer.device_indices
@@ -528,21 +388,3 @@ def _check_derived(
                     f"transfer {transfer.name!s} has {each}_indices and indices_from_pool={source.name!s}; a derived "
                     f"transfer has none of its own"
                 )
-
-
-def _check_entry(entry: PoolEntry, names: set[Any]) -> None:
-    if entry.name in names:
-        raise ValueError(f"entry {entry.name!s} is there already; names are unique within a group")
-    missing = [name for name in REQUIRED_POOL_ATTRIBUTES if not hasattr(entry.host_pool, name)]
-    if missing:
-        raise TypeError(
-            f"host_pool of entry {entry.name!s} is a {type(entry.host_pool).__name__} without {', '.join(missing)}; "
-            f"a pool of a group has {', '.join(REQUIRED_POOL_ATTRIBUTES)}"
-        )
-
-
-def _check_device_callbacks(entry: PoolEntry) -> None:
-    if entry.device_alloc_fn is None or entry.device_free_fn is None:
-        raise ValueError(
-            f"entry {entry.name!s} has no device_alloc_fn or no device_free_fn; both are needed to take device slots"
-        )

@@ -78,7 +78,8 @@ class _Memory:
         """Return once no transfer can be using the memory."""
         if self.drain is not None:
             self.drain()
-        elif self.registered and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # Also what was queued past the drain, as pages must never go from under a copy.
+        if self.registered and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self.device)
 
     def unpin_and_free(self) -> None:
@@ -166,7 +167,7 @@ class HostBuffer:
         return self._tensor is None
 
     def set_drain(self, drain: Callable[[], None] | None) -> None:
-        """Set what returns once no transfer uses the buffer; with None the GPU is synchronised.
+        """Set what returns once no transfer uses the buffer; the GPU of a pinned one is synchronised as well.
 
         A ``drain`` that refers to the buffer or its tensors keeps them alive until :meth:`close` or exit.
         """
@@ -317,10 +318,10 @@ def _runtime(pin: bool, device: torch.device | None, runtime: HostRuntime | None
     """Return what pins, or None and why the memory is not pinned."""
     if not pin:
         return None, "pin is False"
-    if device is not None and device.type != "cuda":
-        return None, f"transfers run on {device}, which needs no pinned memory"
     if runtime is not None:
         return runtime, ""
+    if device is not None and device.type != "cuda":
+        return None, f"transfers run on {device}, which needs no pinned memory"
     if not torch.cuda.is_available():
         return None, "torch finds no CUDA or ROCm device on this machine"
     return GpuRuntime(), ""
