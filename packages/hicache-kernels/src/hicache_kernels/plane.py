@@ -28,7 +28,8 @@ class DeviceRows:
     slots
         Number of addressable slots.
     slot_stride, block_slots, block_stride
-        Bytes between slots of a block, slots of a block, bytes between blocks. A slot-major buffer has blocks of one slot.
+        Bytes between slots of a block, slots of a block, bytes between blocks. A slot-major buffer has blocks of one
+        slot.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -121,3 +122,70 @@ class Plane:
     def element_bytes(self) -> int:
         """Bytes one layer keeps for one slot: its rows, one after the other on the host."""
         return self.row_bytes * self.device.rows_per_layer
+
+
+def check_planes(planes: Sequence[Plane]) -> None:
+    """Check the planes of one pool against each other, and each against the memory it addresses.
+
+    Raises
+    ------
+    ValueError
+        Naming the plane, the value and what is accepted.
+    """
+    if not planes:
+        raise ValueError("planes is empty; a transfer needs at least one")
+    first = planes[0]
+    for plane in planes:
+        rows, host = plane.device, plane.host
+        if plane.row_bytes < 1:
+            raise ValueError(f"plane {plane.name}: row_bytes is {plane.row_bytes}; it must be positive")
+        if len(rows.bases) != rows.rows_per_layer * rows.layers or not rows.bases:
+            raise ValueError(
+                f"plane {plane.name}: {len(rows.bases)} row bases; it must be a multiple of the {rows.rows_per_layer} "
+                "rows of a layer"
+            )
+        pairs = (
+            ("layers", rows.layers, first.device.layers),
+            ("device slots", rows.slots, first.device.slots),
+            ("pages", host.pages, first.host.pages),
+            ("page_size", host.page_size, first.host.page_size),
+            ("device", rows.device, first.device.device),
+        )
+        for name, value, expected in pairs:
+            if value != expected:
+                raise ValueError(f"plane {plane.name}: {name} is {value}; the pool's first plane has {expected}")
+        for name, value in (("device slots", rows.slots), ("host slots", host.slots)):
+            if value >= 1 << 31:
+                raise ValueError(f"plane {plane.name}: {value} {name}; at most {(1 << 31) - 1} can be addressed")
+        if host.buffer.device.type != "cpu" or host.buffer.dtype != torch.uint8 or host.buffer.dim() != 1:
+            raise ValueError(
+                f"plane {plane.name}: the host buffer is {host.buffer.dtype} with {host.buffer.dim()} dimensions on "
+                f"{host.buffer.device}; it must be flat uint8 on the CPU"
+            )
+        strides = host.strides
+        end = strides.offset + (host.pages - 1) * strides.page + (rows.layers - 1) * strides.layer
+        end += (host.page_size - 1) * strides.slot + plane.element_bytes
+        if min(strides.offset, strides.page, strides.layer, strides.slot) < 0 or end > host.buffer.numel():
+            raise ValueError(
+                f"plane {plane.name}: its pages end at byte {end}, the host buffer has {host.buffer.numel()} bytes"
+            )
+        _check_device_rows(plane)
+
+
+def _check_device_rows(plane: Plane) -> None:
+    rows = plane.device
+    span = (rows.slots - 1) // rows.block_slots * rows.block_stride
+    span += min(rows.slots, rows.block_slots) * rows.slot_stride - rows.slot_stride + plane.row_bytes
+    for tensor in rows.tensors:
+        if tensor.device != rows.device:
+            raise ValueError(
+                f"plane {plane.name}: tensors lie on {rows.device} and {tensor.device}; one device is needed"
+            )
+    for row, base in enumerate(rows.bases):
+        storage = rows.tensors[row // rows.rows_per_layer].untyped_storage()
+        start = storage.data_ptr()
+        if base < start or base + span > start + storage.nbytes():
+            raise ValueError(
+                f"plane {plane.name}: row {row} spans {span} bytes from byte {base - start} of a tensor of "
+                f"{storage.nbytes()} bytes"
+            )

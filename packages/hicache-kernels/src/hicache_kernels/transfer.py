@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
-from . import reference
-from .plane import Plane
+from . import planner, reference
+from .checks import CheckedIndices, check_indices
+from .layout import HostLayout
+from .movers import DirectMover, StagedMover, host_sides
+from .plane import Plane, check_planes
+from .probe import load_module, unavailable_reason
+from .rows import walk
+from .spec import module_device_type
+from .staging import Direction, StagingRing, canonical_device, default_ring
+
+logger = logging.getLogger(__name__)
 
 
 class TransferPolicy(StrEnum):
@@ -58,11 +71,15 @@ class TransferResult:
     path, reason
         The path taken, and why.
     bytes, runs
-        Bytes moved, and copies (runs of neighbouring host pages).
+        Bytes moved, and runs of neighbouring host pages.
     device_released
         Recorded once the device rows have been read (write-back) or filled (load); None where the call was synchronous.
     host_ready
         Recorded once the host bytes are there (write-back) or are no longer read (load); None where synchronous.
+    copies
+        Copies handed to the copy engine (on CPU: from or to the staging buffer); 0 on the other paths.
+    layer_done
+        With ``layer_events``: recorded once each layer's device rows are filled; empty where synchronous.
     """
 
     path: str
@@ -71,19 +88,61 @@ class TransferResult:
     runs: int
     device_released: torch.cuda.Event | None = None
     host_ready: torch.cuda.Event | None = None
+    copies: int = 0
+    layer_done: tuple[torch.cuda.Event, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """Checked indices and, where a path wants them, their copies on the device; made anew when the tensors change."""
+
+    given: tuple[torch.Tensor, torch.Tensor]
+    versions: tuple[int, int]
+    stream: torch.cuda.Stream | None
+    indices: CheckedIndices
+    device_slots: torch.Tensor
+    uploaded_host_slots: list[torch.Tensor]
+
+    def still_valid(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> bool:
+        return (
+            self.given[0] is host_indices
+            and self.given[1] is device_indices
+            and self.versions == (host_indices._version, device_indices._version)
+            and self.stream == stream
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 class PlaneTransfer:
     """Transfers of one pool: its planes, its share of the staging ring, its policy.
 
+    Calls may come from any thread and any current stream. Operations of one direction share the staging ring and follow
+    each other; the compiled modules are built, or loaded, by the first call or :meth:`capabilities`.
+
     Parameters
     ----------
     planes
-        At least one; all with the same layers, page size, pages and device.
+        At least one; all with the same layers, page size, pages, device and number of device slots.
     policy
         Default policy of the operations.
     boundaries
-        Byte offsets in the host buffer at which a pinned registration ends; no copy spans one.
+        Byte offsets in the host buffer (in each, where planes have several) at which a pinned registration ends; no
+        copy spans one.
+    ring
+        Staging memory; the device's shared ring by default.
+    constants
+        What the planner knows of the device; measured defaults where None.
+
+    Raises
+    ------
+    ValueError
+        Naming the plane, the value and what is accepted.
     """
 
     def __init__(
@@ -92,10 +151,139 @@ class PlaneTransfer:
         *,
         policy: TransferPolicy | str = TransferPolicy.AUTO,
         boundaries: Sequence[int] = (),
+        ring: StagingRing | None = None,
+        constants: planner.DeviceConstants | None = None,
     ) -> None:
         self.planes = tuple(planes)
+        check_planes(self.planes)
         self.policy = TransferPolicy(policy)
         self.boundaries = tuple(boundaries)
+        first = self.planes[0]
+        self.device = canonical_device(first.device.device)
+        self.layers = first.device.layers
+        self.page_size = first.host.page_size
+        self.page_bytes = sum(plane.element_bytes for plane in self.planes) * self.layers * self.page_size
+        self._ring = ring
+        self._constants = constants or (planner.CPU if self.device.type == "cpu" else planner.H200)
+        self._lock = threading.Lock()
+        self._last: _Operation | None = None
+        side = host_sides(self.planes)[0]
+        self._layout = {1: HostLayout.PAGE_FIRST, 0: HostLayout.LAYER_FIRST}.get(
+            walk(side, self.page_size) if self.page_size > 1 or side.slot >= side.layer else 0,
+            HostLayout.PAGE_FIRST_DIRECT,
+        )
+
+    # ---- paths
+
+    @functools.cached_property
+    def ring(self) -> StagingRing:
+        """Staging memory of this pool's transfers."""
+        return default_ring(self.device) if self._ring is None else self._ring
+
+    @functools.cached_property
+    def _direct(self) -> tuple[DirectMover | None, str]:
+        device_type = module_device_type(self.device)
+        module = load_module("main", device_type)
+        if module is None:
+            return None, unavailable_reason("main", device_type) or "the main module is missing"
+        if self.device.type != "cpu":
+            for plane in self.planes:
+                if not plane.host.buffer.is_pinned():
+                    return None, f"the host buffer of plane {plane.name} is not pinned, so kernels cannot reach it"
+        try:
+            return DirectMover(self.planes, module), ""
+        except ValueError as error:
+            return None, str(error)
+
+    @functools.cached_property
+    def _staged(self) -> tuple[StagedMover | None, str]:
+        device_type = module_device_type(self.device)
+        module = load_module("staged", device_type)
+        if module is None:
+            return None, unavailable_reason("staged", device_type) or "the staged module is missing"
+        buffers = {plane.host.buffer.data_ptr() for plane in self.planes}
+        boundaries = [buffer + offset for buffer in buffers for offset in self.boundaries]
+        blocks = 1
+        if self.device.type != "cpu":
+            blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
+        try:
+            return StagedMover(self.planes, module, self.ring, boundaries, blocks), ""
+        except ValueError as error:
+            return None, str(error)
+
+    @functools.cached_property
+    def _available(self) -> planner.Availability:
+        with self._lock:
+            staged, staged_reason = self._staged
+            direct, direct_reason = self._direct
+        if staged is None and direct is None:
+            _warn_once(
+                f"transfers on {self.device.type} run in plain torch: staged: {staged_reason}; direct: {direct_reason}"
+            )
+        return planner.Availability(staged is not None, direct is not None, staged_reason, direct_reason)
+
+    def capabilities(self) -> Capabilities:
+        """Paths, reasons and build errors; builds or loads the modules where that has not happened yet."""
+        available = self._available
+        pages = self.planes[0].host.pages
+        write_back = self._plan(Direction.WRITE_BACK, pages, 1, None, None, False)
+        load = self._plan(Direction.LOAD, pages, 1, None, None, True)
+        missing = [
+            f"{name}: {reason}"
+            for name, reason in (("staged", available.staged_reason), ("direct", available.direct_reason))
+            if reason
+        ]
+        device_type = module_device_type(self.device)
+        errors = [reason for name in ("staged", "main") if (reason := unavailable_reason(name, device_type))]
+        return Capabilities(
+            write_back.path,
+            load.path,
+            available.staged,
+            available.direct,
+            "; ".join(missing) if missing else write_back.reason,
+            errors[0] if errors else None,
+        )
+
+    def _plan(
+        self,
+        direction: Direction,
+        pages: int,
+        runs: int,
+        policy: TransferPolicy | str | None,
+        block_quota: int | None,
+        layer_by_layer: bool,
+    ) -> planner.Plan:
+        work = planner.Work(
+            self._layout,
+            pages,
+            runs,
+            self.page_bytes,
+            self.page_size,
+            self.layers,
+            len(self.planes),
+            min(plane.row_bytes for plane in self.planes),
+        )
+        chosen = str(self.policy if policy is None else TransferPolicy(policy))
+        if direction is Direction.WRITE_BACK:
+            return planner.plan_write_back(
+                work,
+                constants=self._constants,
+                available=self._available,
+                policy=chosen,
+                block_quota=block_quota,
+                staging_bytes=self.ring.budget_bytes // 2,
+            )
+        return planner.plan_load(
+            work,
+            constants=self._constants,
+            available=self._available,
+            policy=chosen,
+            block_quota=block_quota,
+            staging_bytes=self.ring.budget_bytes // 2,
+            layer_by_layer=layer_by_layer,
+        )
+
+    # ---- operations
 
     def write_back(
         self,
@@ -111,12 +299,40 @@ class PlaneTransfer:
         ----------
         host_indices, device_indices
             int64 or int32 slot indices ``[n]``, whole pages in order (``n % page_size == 0``; the slots of a page
-            neighbours and aligned on the host side); host indices on CPU, device indices on CPU or the device.
+            neighbours and aligned on the host side), on CPU or the device; no host slot twice. Host indices on the
+            device allow the direct path only. Under graph capture both lie on the device.
         policy, block_quota
             Override the pool's policy; cap the CTAs a direct transfer may hold.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            Before anything was queued, naming the tensor and its value.
+        hicache_kernels.planner.PathUnavailableError
+            Where the policy demands a path that is missing.
         """
-        reference.write_back(self.planes, host_indices, device_indices)
-        return TransferResult("reference", "only the reference is built", 0, 0)
+        with self._on_device():
+            stream = self._current_stream()
+            operation = self._operation(host_indices, device_indices, stream)
+            indices = operation.indices
+            plan = self._plan_operation(Direction.WRITE_BACK, indices, policy, block_quota, False)
+            size = indices.page_count * self.page_bytes
+            if size == 0:
+                return TransferResult(plan.path, "nothing to move", 0, 0)
+            if plan.path == planner.REFERENCE:
+                reference.write_back(self.planes, host_indices, device_indices)
+                return TransferResult(plan.path, plan.reason, size, indices.runs)
+            if plan.path == planner.DIRECT:
+                self._move_direct(operation, False, None, plan.block_quota, stream)
+                done = None if stream is None else stream.record_event()
+                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
+            assert indices.pages is not None
+            staged = self._demand_staged()
+            with self.ring.lane(Direction.WRITE_BACK).lock:
+                copies = staged.write_back(indices.pages, operation.device_slots, stream)
+                released = None if stream is None else stream.record_event()
+                ready = staged.copies_done(Direction.WRITE_BACK)
+            return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
 
     def load(
         self,
@@ -126,14 +342,164 @@ class PlaneTransfer:
         layer: int | None = None,
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
+        layer_events: bool = False,
     ) -> TransferResult:
         """Queue the copy of one layer (or all, with None) of ``host_indices`` to ``device_indices``.
 
-        Work queued on the current stream afterwards sees the filled rows.
-        """
-        reference.load(self.planes, host_indices, device_indices, layer)
-        return TransferResult("reference", "only the reference is built", 0, 0)
+        Work queued on the current stream afterwards sees the filled rows. All layers in one call overlap best: the
+        copies of later layers do not wait for the earlier layers' rows.
 
-    def capabilities(self) -> Capabilities:
-        """Paths, reasons and build errors."""
-        return Capabilities("reference", "reference", False, False, "only the reference is built")
+        Parameters
+        ----------
+        host_indices, device_indices, policy, block_quota
+            As in :meth:`write_back`; no device slot twice.
+        layer
+            Model layer, or None for all.
+        layer_events
+            Also record an event after each layer (:attr:`TransferResult.layer_done`).
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            Before anything was queued, naming the tensor and its value.
+        hicache_kernels.planner.PathUnavailableError
+            Where the policy demands a path that is missing.
+        """
+        if layer is not None and not 0 <= layer < self.layers:
+            raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")
+        with self._on_device():
+            stream = self._current_stream()
+            operation = self._operation(host_indices, device_indices, stream)
+            indices = operation.indices
+            layer_by_layer = layer is not None or layer_events
+            plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer_by_layer)
+            first, end = (0, self.layers) if layer is None else (layer, layer + 1)
+            size = indices.page_count * self.page_bytes // self.layers * (end - first)
+            if size == 0:
+                return TransferResult(plan.path, "nothing to move", 0, 0)
+            if plan.path == planner.REFERENCE:
+                reference.load(self.planes, host_indices, device_indices, layer)
+                return TransferResult(plan.path, plan.reason, size, indices.runs)
+            events: list[torch.cuda.Event] = []
+            if plan.path == planner.DIRECT:
+                if layer_events:
+                    for each in range(first, end):
+                        self._move_direct(operation, True, each, plan.block_quota, stream)
+                        if stream is not None:
+                            events.append(stream.record_event())
+                else:
+                    self._move_direct(operation, True, layer, plan.block_quota, stream)
+                done = None if stream is None else stream.record_event()
+                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, tuple(events))
+            assert indices.pages is not None
+            staged = self._demand_staged()
+            if layer_events and stream is not None:
+                # Recording makes the handles that the module records again; nobody else has seen them yet.
+                events = [stream.record_event() for _ in range(first, end)]
+            handles = torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
+            with self.ring.lane(Direction.LOAD).lock:
+                copies = staged.load(
+                    indices.pages,
+                    operation.device_slots,
+                    stream,
+                    first_layer=first,
+                    end_layer=end,
+                    layer_events=handles,
+                )
+                ready = staged.copies_done(Direction.LOAD)
+            released = None if stream is None else stream.record_event()
+            return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, tuple(events))
+
+    def _demand_staged(self) -> StagedMover:
+        mover, reason = self._staged
+        if mover is None:
+            raise planner.PathUnavailableError(reason)
+        return mover
+
+    def _plan_operation(
+        self,
+        direction: Direction,
+        indices: CheckedIndices,
+        policy: TransferPolicy | str | None,
+        block_quota: int | None,
+        layer_by_layer: bool,
+    ) -> planner.Plan:
+        if indices.pages is None and TransferPolicy(policy or self.policy) in (
+            TransferPolicy.AUTO,
+            TransferPolicy.STAGED,
+        ):
+            if TransferPolicy(policy or self.policy) is TransferPolicy.STAGED:
+                raise ValueError("host_indices lies on the device; staged transfers need it on the CPU")
+            policy = TransferPolicy.DIRECT
+        return self._plan(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
+
+    def _move_direct(
+        self, operation: _Operation, to_device: bool, layer: int | None, blocks: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        mover, reason = self._direct
+        if mover is None:
+            raise planner.PathUnavailableError(reason)
+        if not operation.uploaded_host_slots:
+            host = operation.indices.host.to(operation.device_slots.dtype)
+            operation.uploaded_host_slots.append(self._upload("host_indices", host, stream))
+        host_slots, device_slots = operation.uploaded_host_slots[0], operation.device_slots
+        if stream is not None and not torch.cuda.is_current_stream_capturing():
+            mover.tables.record_stream(stream)
+        source, destination = (host_slots, device_slots) if to_device else (device_slots, host_slots)
+        mover.move(
+            source,
+            destination,
+            to_device=to_device,
+            layer=layer,
+            blocks=max(1, blocks),
+            stream=0 if stream is None else stream.cuda_stream,
+        )
+
+    # ---- devices and indices
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.device)
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
+
+    def _operation(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> _Operation:
+        last = self._last
+        if last is not None and last.still_valid(host_indices, device_indices, stream):
+            return last
+        indices = check_indices(
+            host_indices,
+            device_indices,
+            page_size=self.page_size,
+            host_slots=self.planes[0].host.slots,
+            device_slots=self.planes[0].device.slots,
+            device=self.device,
+        )
+        operation = _Operation(
+            (host_indices, device_indices),
+            (host_indices._version, device_indices._version),
+            stream,
+            indices,
+            self._upload("device_indices", device_indices, stream),
+            [],
+        )
+        # Layers loaded one by one come with the same tensors: they are checked and uploaded once.
+        self._last = operation
+        return operation
+
+    def _upload(self, name: str, indices: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """Bring indices where kernels read them; the allocators keep both ends alive until copy and kernels are done."""
+        if stream is None:
+            return indices
+        capturing = torch.cuda.is_current_stream_capturing()
+        if indices.device.type != "cpu":
+            if not capturing:
+                indices.record_stream(stream)
+            return indices
+        if capturing:
+            raise ValueError(f"{name} is on the CPU; under graph capture it must be on {self.device}")
+        return indices.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,87 @@
+// The one place that knows which device runtime a module is built against: CUDA, ROCm, or none (the CPU build).
+#pragma once
+
+#include <tvm/ffi/tvm_ffi.h>
+
+#if defined(__HIP__) || defined(__HIPCC__)
+#define HICACHE_ROCM 1
+#define HICACHE_GPU 1
+#include <hip/hip_runtime.h>
+#elif defined(__CUDACC__)
+#define HICACHE_CUDA 1
+#define HICACHE_GPU 1
+#include <cuda.h>
+#include <cuda_runtime.h>
+#endif
+
+namespace hicache {
+
+#if defined(HICACHE_CUDA)
+
+constexpr DLDeviceType kDLGPU = kDLCUDA;
+constexpr DLDeviceType kDLGPUHost = kDLCUDAHost;
+
+using gpuStream_t = cudaStream_t;
+using gpuEvent_t = cudaEvent_t;
+using gpuError_t = cudaError_t;
+constexpr gpuError_t gpuSuccess = cudaSuccess;
+inline const char* gpuGetErrorString(gpuError_t error) { return cudaGetErrorString(error); }
+inline gpuError_t gpuGetLastError() { return cudaGetLastError(); }
+inline gpuError_t gpuEventRecord(gpuEvent_t event, gpuStream_t stream) { return cudaEventRecord(event, stream); }
+inline gpuError_t gpuStreamWaitEvent(gpuStream_t stream, gpuEvent_t event) {
+  return cudaStreamWaitEvent(stream, event, 0);
+}
+inline gpuError_t gpuMemcpyAsync(void* to, const void* from, size_t bytes, bool to_host, gpuStream_t stream) {
+  return cudaMemcpyAsync(to, from, bytes, to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream);
+}
+inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                   size_t height, bool to_host, gpuStream_t stream) {
+  return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height,
+                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream);
+}
+#define HICACHE_GRID_CONSTANT __grid_constant__
+
+#elif defined(HICACHE_ROCM)
+
+constexpr DLDeviceType kDLGPU = kDLROCM;
+constexpr DLDeviceType kDLGPUHost = kDLROCMHost;
+
+using gpuStream_t = hipStream_t;
+using gpuEvent_t = hipEvent_t;
+using gpuError_t = hipError_t;
+constexpr gpuError_t gpuSuccess = hipSuccess;
+inline const char* gpuGetErrorString(gpuError_t error) { return hipGetErrorString(error); }
+inline gpuError_t gpuGetLastError() { return hipGetLastError(); }
+inline gpuError_t gpuEventRecord(gpuEvent_t event, gpuStream_t stream) { return hipEventRecord(event, stream); }
+inline gpuError_t gpuStreamWaitEvent(gpuStream_t stream, gpuEvent_t event) {
+  return hipStreamWaitEvent(stream, event, 0);
+}
+inline gpuError_t gpuMemcpyAsync(void* to, const void* from, size_t bytes, bool to_host, gpuStream_t stream) {
+  return hipMemcpyAsync(to, from, bytes, to_host ? hipMemcpyDeviceToHost : hipMemcpyHostToDevice, stream);
+}
+inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                                   size_t height, bool to_host, gpuStream_t stream) {
+  return hipMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height,
+                          to_host ? hipMemcpyDeviceToHost : hipMemcpyHostToDevice, stream);
+}
+#define HICACHE_GRID_CONSTANT
+
+#else
+
+constexpr DLDeviceType kDLGPU = kDLCPU;
+constexpr DLDeviceType kDLGPUHost = kDLCPU;
+
+#endif
+
+#if defined(HICACHE_GPU)
+
+inline void check_gpu(gpuError_t error, const char* what) {
+  if (error != gpuSuccess) {
+    static_cast<void>(gpuGetLastError());  // leaves no pending error behind for the caller's next call
+    TVM_FFI_THROW(RuntimeError) << what << " failed: " << gpuGetErrorString(error);
+  }
+}
+
+#endif
+
+}  // namespace hicache

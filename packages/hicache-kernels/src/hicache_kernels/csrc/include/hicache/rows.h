@@ -1,0 +1,295 @@
+// Moves rows between two strided spaces: the one loop that both modules run, as a kernel and as a CPU function.
+//
+// A space is a list of row bases and a slot rule: row r of slot s starts at
+//   base + bases[r] + (s / block) * block_stride + (s % block) * slot_stride
+// and slot number i of the operation is indices[i], or i itself where there are no indices (staging memory).
+#pragma once
+
+#include <hicache/checks.h>
+#include <hicache/memory.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(HICACHE_GPU)
+#define HICACHE_BOTH __host__ __device__ __forceinline__
+#else
+#define HICACHE_BOTH inline
+#endif
+
+namespace hicache {
+
+// Quotients by a divisor known at launch, for numerators below 2^31.
+struct Divisor {
+  uint32_t value = 1;
+  uint32_t magic = 1;
+  uint32_t shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t divisor) : value(divisor) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    magic = static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
+  }
+
+  HICACHE_BOTH uint32_t quotient(uint32_t n) const {
+    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(n) * magic) >> 32);
+    return (high + n) >> shift;
+  }
+};
+
+struct Space {
+  const int64_t* bases;  // offsets or addresses of the rows, added to base; null where there is one row at base
+  uint64_t base;
+  int64_t block_stride;
+  int64_t slot_stride;
+  Divisor block;
+
+  HICACHE_BOTH uint64_t address(uint32_t row, uint32_t slot) const {
+    const uint32_t outer = block.quotient(slot);
+    const uint32_t inner = slot - outer * block.value;
+    const uint64_t start = base + (bases != nullptr ? static_cast<uint64_t>(bases[row]) : 0);
+    return start + static_cast<uint64_t>(outer * block_stride) + static_cast<uint64_t>(inner * slot_stride);
+  }
+};
+
+// Rows of one size and one pair of spaces. The units are walked as (slots / inner, rows, inner slots, vectors).
+struct Group {
+  Space source;
+  Space destination;
+  int64_t rows;
+  int64_t row_bytes;
+  int64_t inner;  // slots that are neighbours in the walk for one row; 0: all
+  int64_t vector_bytes;
+};
+
+// One row of the int64 tensor that describes groups; Python writes it (rows.py, GROUP_FIELDS).
+constexpr int64_t kSpaceFields = 5;
+constexpr int64_t kGroupFields = 2 * kSpaceFields + 4;
+
+inline Space read_space(const int64_t* f) {
+  Space space;
+  space.bases = reinterpret_cast<const int64_t*>(f[0]);
+  space.base = static_cast<uint64_t>(f[1]);
+  space.block = Divisor(static_cast<uint32_t>(f[2]));
+  space.block_stride = f[3];
+  space.slot_stride = f[4];
+  return space;
+}
+
+inline std::vector<Group> read_groups(const tvm::ffi::TensorView& groups, const char* name) {
+  Symbol count{"groups"}, fields{"fields of a group", kGroupFields};
+  TensorCheck(groups, name).on_cpu().integers({64}).shape({&count, &fields});
+  std::vector<Group> result;
+  const int64_t* f = int64_data(groups);
+  for (int64_t g = 0; g < count.value; ++g, f += kGroupFields) {
+    Group group{read_space(f), read_space(f + kSpaceFields), f[10], f[11], f[12], f[13]};
+    result.push_back(group);
+  }
+  return result;
+}
+
+// Slot indices of one operation: int32 or int64, or none for the identity.
+struct Indices {
+  const void* data = nullptr;
+  bool wide = true;
+
+  Indices() = default;
+  explicit Indices(const tvm::ffi::TensorView& tensor)
+      : data(static_cast<const char*>(tensor.data_ptr()) + tensor.byte_offset()), wide(tensor.dtype().bits == 64) {}
+
+  Indices from(int64_t first) const {
+    Indices result = *this;
+    if (data != nullptr) result.data = static_cast<const char*>(data) + first * (wide ? 8 : 4);
+    return result;
+  }
+};
+
+#if defined(HICACHE_GPU)
+
+constexpr int kMaxThreads = 1024;
+constexpr int kUnroll = 4;
+constexpr int kGroupsPerLaunch = 8;
+// Units of a group in one launch: with the largest grid's stride added it stays below 2^31.
+constexpr int64_t kMaxUnits = int64_t{1} << 30;
+
+struct DeviceGroup {
+  Space source;
+  Space destination;
+  Divisor vectors, inner, rows;
+  uint32_t units;
+};
+
+struct Launch {
+  DeviceGroup groups[kGroupsPerLaunch];
+  int count;
+  const void* source_indices;
+  const void* destination_indices;
+};
+
+template <typename Index>
+__device__ __forceinline__ uint32_t slot_at(const void* indices, uint32_t position) {
+  return indices == nullptr ? position : static_cast<uint32_t>(static_cast<const Index*>(indices)[position]);
+}
+
+template <int Bytes, typename Index>
+struct Mover {
+  const DeviceGroup& group;
+  const void* source_indices;
+  const void* destination_indices;
+
+  __device__ __forceinline__ void split(uint32_t unit, uint32_t& column, uint32_t& position, uint32_t& row) const {
+    const uint32_t line = group.vectors.quotient(unit);
+    column = unit - line * group.vectors.value;
+    const uint32_t pair = group.inner.quotient(line);
+    const uint32_t inside = line - pair * group.inner.value;
+    const uint32_t outer = group.rows.quotient(pair);
+    row = pair - outer * group.rows.value;
+    position = outer * group.inner.value + inside;
+  }
+  __device__ __forceinline__ uint64_t from(uint32_t unit) const {
+    uint32_t column, position, row;
+    split(unit, column, position, row);
+    return group.source.address(row, slot_at<Index>(source_indices, position)) + column * Bytes;
+  }
+  __device__ __forceinline__ uint64_t to(uint32_t unit) const {
+    uint32_t column, position, row;
+    split(unit, column, position, row);
+    return group.destination.address(row, slot_at<Index>(destination_indices, position)) + column * Bytes;
+  }
+};
+
+template <int Bytes, typename Index>
+__global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GRID_CONSTANT Launch launch) {
+  const uint32_t stride = gridDim.x * blockDim.x;
+  for (int g = 0; g < launch.count; ++g) {
+    const Mover<Bytes, Index> mover{launch.groups[g], launch.source_indices, launch.destination_indices};
+    const uint32_t units = launch.groups[g].units;
+    uint32_t unit = blockIdx.x * blockDim.x + threadIdx.x;
+    for (; unit + (kUnroll - 1) * stride < units; unit += kUnroll * stride) {
+      Words<Bytes> words[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], mover.from(unit + u * stride));
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) store_nc(mover.to(unit + u * stride), words[u]);
+    }
+    for (; unit < units; unit += stride) {
+      Words<Bytes> words;
+      load_nc(words, mover.from(unit));
+      store_nc(mover.to(unit), words);
+    }
+  }
+}
+
+template <int Bytes>
+void launch_rows(const Launch& launch, bool wide, int blocks, int threads, gpuStream_t stream) {
+  if (wide) {
+    move_rows_kernel<Bytes, int64_t><<<blocks, threads, 0, stream>>>(launch);
+  } else {
+    move_rows_kernel<Bytes, int32_t><<<blocks, threads, 0, stream>>>(launch);
+  }
+  check_gpu(gpuGetLastError(), "launching the row kernel");
+}
+
+inline void launch_width(const Launch& launch, int64_t width, bool wide, int blocks, int threads, gpuStream_t stream) {
+  uint32_t most = 1;
+  for (int g = 0; g < launch.count; ++g) most = std::max(most, launch.groups[g].units);
+  blocks = std::max(1, std::min<int>(blocks, static_cast<int>((most + threads - 1) / threads)));
+  if (width == 16) return launch_rows<16>(launch, wide, blocks, threads, stream);
+  if (width == 8) return launch_rows<8>(launch, wide, blocks, threads, stream);
+  return launch_rows<4>(launch, wide, blocks, threads, stream);
+}
+
+// Queues the move of `slots` slots of every group; one launch unless groups differ in vector width or are huge.
+inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Indices& source_indices,
+                      const Indices& destination_indices, int blocks, int threads, gpuStream_t stream) {
+  const bool wide = source_indices.data != nullptr ? source_indices.wide : destination_indices.wide;
+  for (int64_t width : {16, 8, 4}) {
+    int64_t part = slots;
+    bool any = false;
+    for (const Group& group : groups) {
+      if (group.vector_bytes != width) continue;
+      any = true;
+      const int64_t inner = std::max<int64_t>(1, group.inner);
+      const int64_t fits = kMaxUnits / (group.rows * (group.row_bytes / width));
+      part = std::min(part, std::max(fits / inner * inner, inner));
+    }
+    if (!any) continue;
+    // A later part of a space without indices starts at a whole block.
+    for (const Group& group : groups) {
+      if (part == slots) break;
+      if (source_indices.data == nullptr) part = std::max<int64_t>(part / group.source.block.value, 1) * group.source.block.value;
+      if (destination_indices.data == nullptr) {
+        part = std::max<int64_t>(part / group.destination.block.value, 1) * group.destination.block.value;
+      }
+    }
+    for (int64_t first = 0; first < slots; first += part) {
+      const int64_t count = std::min(part, slots - first);
+      Launch launch;
+      launch.count = 0;
+      launch.source_indices = source_indices.from(first).data;
+      launch.destination_indices = destination_indices.from(first).data;
+      for (const Group& group : groups) {
+        if (group.vector_bytes != width) continue;
+        DeviceGroup& target = launch.groups[launch.count++];
+        target.source = group.source;
+        target.destination = group.destination;
+        // Where a space counts slots by position, a later part starts further on.
+        if (source_indices.data == nullptr) target.source.base += first / target.source.block.value * target.source.block_stride;
+        if (destination_indices.data == nullptr) {
+          target.destination.base += first / target.destination.block.value * target.destination.block_stride;
+        }
+        target.vectors = Divisor(static_cast<uint32_t>(group.row_bytes / width));
+        target.inner = Divisor(static_cast<uint32_t>(group.inner == 0 ? count : group.inner));
+        target.rows = Divisor(static_cast<uint32_t>(group.rows));
+        target.units = static_cast<uint32_t>(count * group.rows * (group.row_bytes / width));
+        if (launch.count == kGroupsPerLaunch) {
+          launch_width(launch, width, wide, blocks, threads, stream);
+          launch.count = 0;
+        }
+      }
+      if (launch.count > 0) launch_width(launch, width, wide, blocks, threads, stream);
+    }
+  }
+}
+
+#else
+
+// The same move with memcpy, joining rows that are neighbours on both sides.
+inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Indices& source_indices,
+                      const Indices& destination_indices) {
+  auto slot_at = [](const Indices& indices, int64_t i) -> uint32_t {
+    if (indices.data == nullptr) return static_cast<uint32_t>(i);
+    return static_cast<uint32_t>(indices.wide ? static_cast<const int64_t*>(indices.data)[i]
+                                              : static_cast<const int32_t*>(indices.data)[i]);
+  };
+  for (const Group& group : groups) {
+    const int64_t inner = group.inner == 0 ? std::max<int64_t>(1, slots) : group.inner;
+    uint64_t from = 0, to = 0, bytes = 0;
+    auto flush = [&] {
+      if (bytes > 0) std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+    };
+    for (int64_t outer = 0; outer < slots; outer += inner) {
+      for (int64_t row = 0; row < group.rows; ++row) {
+        for (int64_t i = outer; i < std::min(outer + inner, slots); ++i) {
+          const uint64_t source = group.source.address(row, slot_at(source_indices, i));
+          const uint64_t destination = group.destination.address(row, slot_at(destination_indices, i));
+          if (bytes > 0 && source == from + bytes && destination == to + bytes) {
+            bytes += group.row_bytes;
+            continue;
+          }
+          flush();
+          from = source;
+          to = destination;
+          bytes = group.row_bytes;
+        }
+      }
+    }
+    flush();
+  }
+}
+
+#endif
+
+}  // namespace hicache

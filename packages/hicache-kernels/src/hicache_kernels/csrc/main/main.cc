@@ -1,0 +1,2 @@
+// Main module, CPU build.
+#include "entry.h"

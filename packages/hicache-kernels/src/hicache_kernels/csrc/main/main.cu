@@ -1,0 +1,2 @@
+// Main module, CUDA and ROCm builds.
+#include "entry.h"

@@ -1,0 +1,137 @@
+// Entry points of the staged module: pages are laid out in staging memory as on the host, and the copy engine moves them.
+//
+// An operation is cut into chunks of pages, one staging buffer each. Rows are moved on the caller's stream, copies run on
+// a stream of their own, and two events a buffer order them: `staged` (what the first of the two wrote is complete) and
+// `drained` (the second is done with the buffer). Operations of other streams order themselves by the same events.
+#pragma once
+
+#include <hicache/rows.h>
+
+#include "copies.h"
+#if defined(HICACHE_GPU)
+#include "gpu_backend.h"
+#else
+#include "cpu_backend.h"
+#endif
+
+namespace hicache {
+
+struct Operation {
+  std::vector<Piece> pieces;
+  std::vector<Group> groups;
+  const int64_t* pages;
+  int64_t page_count;
+  Indices slots;
+  int64_t page_size;
+  int64_t chunk_pages;
+  const int64_t* buffers;  // per buffer: address, staged event, drained event
+  int64_t buffer_count;
+  int64_t cursor;
+  const int64_t* boundaries;
+  int64_t boundary_count;
+
+  int64_t chunks() const { return (page_count + chunk_pages - 1) / chunk_pages; }
+
+  // Copies of pages [first, first + count) of the operation, neighbouring host pages joined.
+  void plan(int64_t first, int64_t count, int64_t layer, uint64_t staging, std::vector<Copy>& copies) const {
+    copies.clear();
+    for (const Piece& piece : pieces) {
+      for (int64_t i = 0; i < count;) {
+        int64_t length = 1;
+        while (i + length < count && pages[first + i + length] == pages[first + i] + length) ++length;
+        append_run(piece, staging, pages[first + i], i, length, layer, boundaries, boundary_count, copies);
+        i += length;
+      }
+    }
+  }
+};
+
+inline Operation read_operation(const tvm::ffi::TensorView& pieces, const tvm::ffi::TensorView& groups,
+                                const tvm::ffi::TensorView& pages, const tvm::ffi::TensorView& slots,
+                                const tvm::ffi::TensorView& buffers, const tvm::ffi::TensorView& boundaries,
+                                int64_t page_size, int64_t chunk_pages, int64_t cursor) {
+  Symbol page_count{"pages"}, slot_count{"slots"}, buffer_count{"buffers"}, three{"fields of a buffer", 3};
+  Symbol boundary_count{"boundaries"};
+  TensorCheck(pages, "host pages").on_cpu().integers({64}).shape({&page_count});
+  slot_count.value = page_count.value * page_size;
+  TensorCheck(slots, "device_indices").on_device().integers({32, 64}).shape({&slot_count});
+  TensorCheck(buffers, "staging buffers").on_cpu().integers({64}).shape({&buffer_count, &three});
+  TensorCheck(boundaries, "boundaries").on_cpu().integers({64}).shape({&boundary_count});
+  if (chunk_pages < 1) TVM_FFI_THROW(ValueError) << "chunk_pages is " << chunk_pages << "; it must be at least 1";
+  if (buffer_count.value < 1) TVM_FFI_THROW(ValueError) << "there is no staging buffer";
+  return Operation{read_pieces(pieces), read_groups(groups, "groups"), int64_data(pages), page_count.value,
+                   Indices(slots),      page_size,                     chunk_pages,       int64_data(buffers),
+                   buffer_count.value,  cursor,                        int64_data(boundaries), boundary_count.value};
+}
+
+// Device rows to host pages, all layers. Returns the number of copies.
+inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
+                                tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,
+                                int64_t page_size, int64_t chunk_pages, int64_t cursor, int64_t blocks, int64_t threads,
+                                int64_t stream, int64_t copy_stream) {
+  const Operation op =
+      read_operation(pieces, groups, pages, slots, buffers, boundaries, page_size, chunk_pages, cursor);
+  Backend backend(blocks, threads, stream, copy_stream);
+  std::vector<Copy> copies;
+  int64_t total = 0;
+  std::vector<Group> moved = op.groups;
+  for (int64_t chunk = 0; chunk < op.chunks(); ++chunk) {
+    const int64_t* buffer = op.buffers + 3 * ((op.cursor + chunk) % op.buffer_count);
+    const int64_t first = chunk * op.chunk_pages;
+    const int64_t count = std::min(op.chunk_pages, op.page_count - first);
+    for (size_t g = 0; g < moved.size(); ++g) moved[g].destination.base = op.groups[g].destination.base + buffer[0];
+    backend.rows_wait(buffer[2]);
+    backend.move(moved, count * op.page_size, op.slots.from(first * op.page_size), Indices());
+    backend.rows_record(buffer[1]);
+    backend.copies_wait(buffer[1]);
+    op.plan(first, count, 0, static_cast<uint64_t>(buffer[0]), copies);
+    backend.copy(copies, true);
+    backend.copies_record(buffer[2]);
+    total += static_cast<int64_t>(copies.size());
+  }
+  return total;
+}
+
+// Host pages to device rows, layers [first_layer, end_layer) in order. row_step: entries of the row table a layer; the
+// groups describe layer 0 and their source is staging memory. layer_events: int64 [layers or 0], recorded on the caller's
+// stream after each layer. Returns the number of copies.
+inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
+                          tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,
+                          int64_t page_size, int64_t chunk_pages, int64_t cursor, int64_t first_layer, int64_t end_layer,
+                          tvm::ffi::TensorView layer_events, int64_t blocks, int64_t threads, int64_t stream,
+                          int64_t copy_stream) {
+  Symbol event_count{"layer events"};
+  TensorCheck(layer_events, "layer_events").on_cpu().integers({64}).shape({&event_count});
+  const Operation op =
+      read_operation(pieces, groups, pages, slots, buffers, boundaries, page_size, chunk_pages, cursor);
+  Backend backend(blocks, threads, stream, copy_stream);
+  std::vector<Copy> copies;
+  int64_t total = 0, used = op.cursor;
+  std::vector<Group> moved = op.groups;
+  for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+    for (int64_t chunk = 0; chunk < op.chunks(); ++chunk, ++used) {
+      const int64_t* buffer = op.buffers + 3 * (used % op.buffer_count);
+      const int64_t first = chunk * op.chunk_pages;
+      const int64_t count = std::min(op.chunk_pages, op.page_count - first);
+      backend.copies_wait(buffer[2]);
+      op.plan(first, count, layer, static_cast<uint64_t>(buffer[0]), copies);
+      backend.copy(copies, false);
+      backend.copies_record(buffer[1]);
+      backend.rows_wait(buffer[1]);
+      for (size_t g = 0; g < moved.size(); ++g) {
+        moved[g].source.base = op.groups[g].source.base + buffer[0];
+        moved[g].destination.bases = op.groups[g].destination.bases + layer * op.groups[g].rows;
+      }
+      backend.move(moved, count * op.page_size, Indices(), op.slots.from(first * op.page_size));
+      backend.rows_record(buffer[2]);
+      total += static_cast<int64_t>(copies.size());
+    }
+    if (layer - first_layer < event_count.value) backend.rows_record(int64_data(layer_events)[layer - first_layer]);
+  }
+  return total;
+}
+
+}  // namespace hicache
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_back, hicache::write_back_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, hicache::load_entry);

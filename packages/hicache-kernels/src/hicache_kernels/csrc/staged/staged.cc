@@ -1,0 +1,2 @@
+// Staged module, CPU build.
+#include "entry.h"

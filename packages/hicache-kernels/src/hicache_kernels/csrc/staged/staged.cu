@@ -1,0 +1,2 @@
+// Staged module, CUDA and ROCm builds.
+#include "entry.h"

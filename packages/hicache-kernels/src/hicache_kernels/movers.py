@@ -1,0 +1,231 @@
+"""The two compiled paths of one pool: everything a call needs, prepared once, around the modules' entry points."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+import tvm_ffi
+
+from .pieces import StagingLayout, staging_layout
+from .plane import Plane
+from .rows import OtherSide, RowTables, build_tables
+from .staging import Direction, StagingRing
+
+DIRECT_THREADS = 1024
+"""Threads of a CTA of a direct transfer: few, full CTAs keep the bus busy with the fewest SMs."""
+STAGED_THREADS = 512
+"""Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
+STAGED_ROW_MULTIPLE = 16
+"""Row bytes of the staged path are multiples of this."""
+_NO_EVENTS = torch.empty(0, dtype=torch.int64)
+
+
+def host_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
+    """Planes' places in host memory, by address."""
+    return tuple(
+        OtherSide(
+            plane.host.buffer.data_ptr() + plane.host.strides.offset,
+            plane.host.strides.page,
+            plane.host.strides.layer,
+            plane.host.strides.slot,
+        )
+        for plane in planes
+    )
+
+
+def _staging_sides(layout: StagingLayout) -> tuple[OtherSide, ...]:
+    return tuple(OtherSide(plane.offset, plane.page, plane.layer, plane.slot) for plane in layout.planes)
+
+
+class DirectMover:
+    """Moves rows between device and host in one kernel (on CPU: with memcpy in the caller's thread).
+
+    Raises
+    ------
+    ValueError
+        Where rows, strides or addresses are not multiples of 4 bytes.
+    """
+
+    def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
+        self._move = module["move_rows"]
+        self._tables = build_tables(planes, host_sides(planes), layered=True)
+        self._described: dict[tuple[bool, int | None], torch.Tensor] = {}
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """Device memory that queued kernels read."""
+        return self._tables.tables
+
+    def move(
+        self,
+        source_indices: torch.Tensor,
+        destination_indices: torch.Tensor,
+        *,
+        to_device: bool,
+        layer: int | None,
+        blocks: int,
+        stream: int,
+    ) -> None:
+        """Queue the move of one layer (or all) on ``stream``; both index tensors are of one dtype, on the device."""
+        key = (to_device, layer)
+        groups = self._described.get(key)
+        if groups is None:
+            groups = self._described[key] = self._tables.groups(to_device=to_device, layer=layer)
+        self._move(groups, source_indices, destination_indices, blocks, DIRECT_THREADS, stream)
+
+
+class StagedMover:
+    """Moves pages through staging memory, by the copy engine (on CPU: through a buffer, with memcpy).
+
+    Parameters
+    ----------
+    planes
+        Planes of the pool; row bytes are multiples of 16.
+    module
+        The staged module.
+    ring
+        Staging memory.
+    boundaries
+        Host addresses, ascending, that no copy spans.
+    blocks
+        CTAs of the re-layout kernels.
+
+    Raises
+    ------
+    ValueError
+        Where rows, device strides or device addresses are not multiples of 16 bytes.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[Plane],
+        module: tvm_ffi.Module,
+        ring: StagingRing,
+        boundaries: Sequence[int],
+        blocks: int,
+    ) -> None:
+        for plane in planes:
+            if plane.row_bytes % STAGED_ROW_MULTIPLE:
+                raise ValueError(
+                    f"plane {plane.name}: rows of {plane.row_bytes} bytes; staged transfers need multiples of "
+                    f"{STAGED_ROW_MULTIPLE}"
+                )
+        self._planes = tuple(planes)
+        self._write_back = module["write_back"]
+        self._load = module["load"]
+        self._ring = ring
+        self._boundaries = torch.tensor(sorted(boundaries), dtype=torch.int64)
+        self._blocks = blocks
+        self._page_size = planes[0].host.page_size
+        self._page_bytes = sum(plane.element_bytes for plane in planes) * self._page_size
+        self._lock = threading.Lock()
+        self._prepared: dict[tuple[Direction, int], tuple[torch.Tensor, torch.Tensor, RowTables]] = {}
+        # Fails here, not in the first transfer, where addresses do not fit.
+        self._prepare(Direction.LOAD, 1)
+
+    def _prepare(self, direction: Direction, chunk_pages: int) -> tuple[torch.Tensor, torch.Tensor, RowTables]:
+        """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages."""
+        with self._lock:
+            prepared = self._prepared.get((direction, chunk_pages))
+            if prepared is None:
+                to_device = direction is Direction.LOAD
+                layers = 1 if to_device else self._planes[0].device.layers
+                layout = staging_layout(self._planes, layers=layers, chunk_pages=chunk_pages)
+                tables = build_tables(
+                    self._planes, _staging_sides(layout), layered=not to_device, inner=self._page_size
+                )
+                if min(tables.vector_bytes) < STAGED_ROW_MULTIPLE:
+                    names = ", ".join(plane.name for plane in self._planes)
+                    raise ValueError(
+                        f"planes {names}: device addresses or strides are not multiples of {STAGED_ROW_MULTIPLE} "
+                        "bytes, which staged transfers need"
+                    )
+                groups = tables.groups(to_device=to_device, layer=0 if to_device else None)
+                prepared = self._prepared[direction, chunk_pages] = (layout.pieces, groups, tables)
+            return prepared
+
+    def write_back(self, pages: torch.Tensor, slots: torch.Tensor, stream: torch.cuda.Stream | None) -> int:
+        """Queue the write-back of whole pages; returns the number of copies.
+
+        Parameters
+        ----------
+        pages
+            int64 ``[pages]`` on CPU: host pages.
+        slots
+            int32 or int64 ``[pages * page_size]`` on the device: device slots.
+        stream
+            The caller's stream; None on CPU.
+        """
+        lane = self._ring.lane(Direction.WRITE_BACK)
+        with lane.lock:
+            chunk_pages = lane.chunk_pages(self._page_bytes * self._planes[0].device.layers)
+            pieces, groups, tables = self._prepare(Direction.WRITE_BACK, chunk_pages)
+            lane.used_by(stream, tables.tables)
+            copies: int = self._write_back(
+                pieces,
+                groups,
+                pages,
+                slots,
+                lane.table,
+                self._boundaries,
+                self._page_size,
+                chunk_pages,
+                lane.cursor,
+                self._blocks,
+                STAGED_THREADS,
+                0 if stream is None else stream.cuda_stream,
+                lane.stream_handle,
+            )
+            lane.advance(-(-pages.numel() // chunk_pages))
+            return copies
+
+    def load(
+        self,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+        *,
+        first_layer: int,
+        end_layer: int,
+        layer_events: torch.Tensor = _NO_EVENTS,
+    ) -> int:
+        """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
+
+        ``layer_events`` holds handles of events, int64 on CPU, recorded on ``stream`` after each layer. Other
+        parameters are those of :meth:`write_back`.
+        """
+        lane = self._ring.lane(Direction.LOAD)
+        with lane.lock:
+            chunk_pages = lane.chunk_pages(self._page_bytes)
+            pieces, groups, tables = self._prepare(Direction.LOAD, chunk_pages)
+            lane.used_by(stream, tables.tables)
+            if lane.stream is not None and stream is not None:
+                # Host bytes may be ready only behind work of the caller's stream.
+                lane.stream.wait_stream(stream)
+            copies: int = self._load(
+                pieces,
+                groups,
+                pages,
+                slots,
+                lane.table,
+                self._boundaries,
+                self._page_size,
+                chunk_pages,
+                lane.cursor,
+                first_layer,
+                end_layer,
+                layer_events,
+                self._blocks,
+                STAGED_THREADS,
+                0 if stream is None else stream.cuda_stream,
+                lane.stream_handle,
+            )
+            lane.advance(-(-pages.numel() // chunk_pages) * (end_layer - first_layer))
+            return copies
+
+    def copies_done(self, direction: Direction) -> torch.cuda.Event | None:
+        """Record an event behind all copies queued so far; None on CPU."""
+        lane = self._ring.lane(direction)
+        return None if lane.stream is None else lane.stream.record_event()

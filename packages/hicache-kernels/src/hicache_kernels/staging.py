@@ -1,0 +1,164 @@
+"""Staging memory: a ring of buffers for each device and direction, shared by pools, and the events that order them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from enum import StrEnum
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGET_BYTES = 128 << 20
+"""Staging memory of a device, both directions together."""
+DEFAULT_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
+"""Largest staging buffer: what is copied while the next one is laid out."""
+ALIGNMENT = 256
+
+
+class Direction(StrEnum):
+    """Which way an operation moves bytes."""
+
+    WRITE_BACK = "write_back"
+    LOAD = "load"
+
+
+class StagingLane:
+    """The buffers of one direction.
+
+    Invariant: a buffer is written only behind its ``drained`` event, and read only behind its ``staged`` event; whoever
+    holds :attr:`lock` is the only one that queues work on the buffers, so operations of any streams and threads may
+    follow each other.
+    """
+
+    def __init__(self, device: torch.device, lane_bytes: int, chunk_bytes: int, pages: int | None) -> None:
+        self.device = device
+        self.lock = threading.RLock()
+        self.cursor = 0
+        self.stream: torch.cuda.Stream | None = None
+        self.buffer_bytes = 0
+        self.table = torch.empty((0, 3), dtype=torch.int64)
+        self._lane_bytes = lane_bytes
+        self._chunk_bytes = min(chunk_bytes, max(ALIGNMENT, lane_bytes // 2))
+        self._pages = pages
+        self._memory: torch.Tensor | None = None
+        self._events: list[torch.cuda.Event] = []
+
+    @property
+    def stream_handle(self) -> int:
+        """Handle of the copy stream; 0 on CPU."""
+        return 0 if self.stream is None else self.stream.cuda_stream
+
+    def chunk_pages(self, page_bytes: int) -> int:
+        """Pages of ``page_bytes`` staging bytes that one buffer takes; grows the buffers where not even one fits.
+
+        Call with :attr:`lock` held; the table of buffers (address, staged event, drained event) is valid afterwards.
+        """
+        if self._pages is not None:
+            if self.buffer_bytes < self._pages * page_bytes:
+                self._allocate(self._pages * page_bytes, 2)
+            return self._pages
+        if self._memory is None:
+            size = max(self._chunk_bytes, page_bytes)
+            self._allocate(size, max(2, self._lane_bytes // size))
+        elif self.buffer_bytes < page_bytes:
+            self._allocate(page_bytes, max(2, self._lane_bytes // page_bytes))
+        return self.buffer_bytes // page_bytes
+
+    def used_by(self, stream: torch.cuda.Stream | None, tables: torch.Tensor) -> None:
+        """Keep the buffers, and tables that queued kernels read, from being reused before ``stream`` gets there."""
+        if stream is not None and self._memory is not None:
+            self._memory.record_stream(stream)
+            tables.record_stream(stream)
+
+    def advance(self, buffers: int) -> None:
+        """Move on by the number of buffers an operation has filled."""
+        if len(self.table):
+            self.cursor = (self.cursor + buffers) % len(self.table)
+
+    def _allocate(self, buffer_bytes: int, count: int) -> None:
+        buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
+        if self._memory is not None:
+            logger.info("staging buffers of %s grow from %d to %d bytes", self.device, self.buffer_bytes, buffer_bytes)
+        if buffer_bytes * count > self._lane_bytes and self._pages is None:
+            logger.info("pages of %d bytes exceed the staging budget of %d", buffer_bytes, self._lane_bytes)
+        for event in self._events:
+            event.synchronize()
+        self._memory = torch.empty(buffer_bytes * count + ALIGNMENT, dtype=torch.uint8, device=self.device)
+        start = -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+        table = [[start + index * buffer_bytes, 0, 0] for index in range(count)]
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                if self.stream is None:
+                    self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                # The allocator may hand out memory that work on the current stream still uses.
+                self.stream.wait_stream(torch.cuda.current_stream(self.device))
+                self._memory.record_stream(self.stream)
+                self._events = [torch.cuda.Event() for _ in range(2 * count)]  # type: ignore[no-untyped-call]
+                for event in self._events:
+                    event.record(self.stream)
+            for index, row in enumerate(table):
+                row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
+        self.buffer_bytes = buffer_bytes
+        self.table = torch.tensor(table, dtype=torch.int64)
+        self.cursor = 0
+
+
+class StagingRing:
+    """Staging memory of a device.
+
+    Parameters
+    ----------
+    device
+        Device of the rows.
+    budget_bytes
+        Memory of both directions together; allocated when a direction is first used. A page larger than half a
+        direction's share makes it grow to two pages.
+    pages
+        Instead of a budget: pages a buffer holds, whatever their size.
+    chunk_bytes
+        Largest buffer; smaller ones overlap re-layout and copies better, larger ones need fewer launches.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        pages: int | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        if budget_bytes < 4 * ALIGNMENT:
+            raise ValueError(f"budget_bytes is {budget_bytes}; it must be at least {4 * ALIGNMENT}")
+        if pages is not None and pages < 1:
+            raise ValueError(f"pages is {pages}; it must be at least 1, or None for a budget of bytes")
+        self.device = canonical_device(device)
+        self.budget_bytes = budget_bytes
+        chunk = DEFAULT_CHUNK_BYTES[self.device.type] if chunk_bytes is None else chunk_bytes
+        self._lanes = {direction: StagingLane(self.device, budget_bytes // 2, chunk, pages) for direction in Direction}
+
+    def lane(self, direction: Direction) -> StagingLane:
+        """Buffers of one direction."""
+        return self._lanes[direction]
+
+
+def canonical_device(device: torch.device | str) -> torch.device:
+    """Fill the index of a device in, so that ``cuda`` and ``cuda:0`` are one."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_rings: dict[torch.device, StagingRing] = {}
+_rings_lock = threading.Lock()
+
+
+def default_ring(device: torch.device | str) -> StagingRing:
+    """Return the ring that all transfers of a device share unless they are given one."""
+    device = canonical_device(device)
+    with _rings_lock:
+        if device not in _rings:
+            _rings[device] = StagingRing(device)
+        return _rings[device]
