@@ -72,9 +72,13 @@ def test_layer_by_layer_load_of_narrow_shares_goes_direct_and_of_wide_shares_sta
     assert plan_load(wide, constants=CONSTANTS).path == "staged"
 
 
-def test_loading_all_layers_in_one_call_moves_whole_pages() -> None:
-    narrow = Work(HostLayout.PAGE_FIRST, 1024, 1, 512 << 10, page_size=16, layers=32, planes=2)
-    assert plan_load(narrow, constants=CONSTANTS, layer_by_layer=False).path == "staged"
+def test_all_layers_in_one_call_save_the_launches_of_a_direct_load() -> None:
+    narrow = Work(HostLayout.PAGE_FIRST, 64, 1, 512 << 10, page_size=16, layers=32, planes=2)
+    by_layer, at_once = (
+        plan_load(narrow, constants=CONSTANTS, policy="direct", layer_by_layer=layers).expected_seconds
+        for layers in (True, False)
+    )
+    assert by_layer - at_once == pytest.approx(31 * CONSTANTS.launch_seconds)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

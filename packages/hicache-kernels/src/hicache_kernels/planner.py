@@ -215,8 +215,8 @@ STAGED_PREFERENCE = 0.04
 
 
 def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
-    """Model the device time of a staged write-back through ``staging_bytes`` of double-buffered staging memory."""
-    chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
+    """Model the device time of a staged write-back through ``staging_bytes`` of staging memory, used in quarters."""
+    chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 4))
     chunks = math.ceil(work.bytes / chunk)
     pieces = work.layers * work.planes if work.layout is HostLayout.LAYER_FIRST else 1
     copies = (work.runs + chunks - 1) * pieces
@@ -226,24 +226,16 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
-def staged_load_seconds(
-    work: Work, constants: DeviceConstants, staging_bytes: int, *, layer_by_layer: bool = True
-) -> float:
-    """Model the device time of a staged load-back: all layers in order, or whole pages at once."""
+def staged_load_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
+    """Model the device time of a staged load-back, which moves one layer after the other."""
     direction = constants.load
-    if not layer_by_layer and work.layout is not HostLayout.LAYER_FIRST:
-        chunk = max(work.page_bytes, min(work.bytes, staging_bytes // 2))
-        chunks = math.ceil(work.bytes / chunk)
-        copies = work.runs + chunks - 1
-        each = direction.batch_copy_seconds if constants.batched and copies > chunks else direction.copy_seconds
-        moved = work.bytes / direction.copy_bytes_per_second + copies * each
-        return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
+    chunks = math.ceil(work.bytes / work.layers / max(work.layer_page_bytes, staging_bytes // 4))
     layer_bytes = work.bytes / work.layers
     if work.layout is HostLayout.LAYER_FIRST:
-        copies, efficiency = work.runs * work.planes, 1.0
+        copies, efficiency = (work.runs + chunks - 1) * work.planes, 1.0
         each = direction.batch_copy_seconds if constants.batched and copies > 1 else direction.copy_seconds
     else:
-        copies, efficiency = work.runs, direction.efficiency(work.layer_width)
+        copies, efficiency = work.runs + chunks - 1, direction.efficiency(work.layer_width)
         each = direction.copy_2d_seconds
         if work.runs == work.pages and work.layout is HostLayout.PAGE_FIRST_DIRECT:
             efficiency = 1.0
@@ -312,13 +304,13 @@ def plan_load(
     staging_bytes: int = 128 << 20,
     layer_by_layer: bool = True,
 ) -> Plan:
-    """Choose the path of a load-back; ``layer_by_layer`` False where all layers are asked for in one call.
+    """Choose the path of a load-back; ``layer_by_layer`` False where no layer is waited for on its own.
 
     The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and
     errors are those of :func:`plan_write_back`.
     """
     launches = work.layers if layer_by_layer else 1
-    seconds = staged_load_seconds(work, constants, staging_bytes, layer_by_layer=layer_by_layer)
+    seconds = staged_load_seconds(work, constants, staging_bytes)
     direct = direct_seconds(
         work, constants.load, constants.launch_seconds, _ctas(constants.load, block_quota), launches
     )

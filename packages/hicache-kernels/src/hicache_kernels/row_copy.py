@@ -47,7 +47,7 @@ def _check_remembered(name: str, device: torch.device, *sides: Sequence[Rows]) -
             if rows.layers is None:
                 reason = "asked for" if _plain_torch.get() else unavailable_reason(name, module_device_type(device))
                 raise RuntimeError(
-                    f"{rows.name} is a foreign pointer table, which only a compiled build can follow, and this copy runs "
+                    f"{rows.name} is a foreign pointer table, which only a compiled build can follow; this copy runs "
                     f"in plain torch ({reason}); make the table with hicache_kernels.pointer_table.pointer_table()"
                 )
 
