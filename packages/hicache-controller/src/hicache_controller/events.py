@@ -1,0 +1,167 @@
+"""Events: moments of a transfer that other work can poll or wait for, on a CUDA stream or on a CPU thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Event(Protocol):
+    """What acks and hazards are made of; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Tell whether the moment has come."""
+        ...
+
+    def wait(self, stream: Any = None) -> None:
+        """Let work queued afterwards on ``stream`` (default: the current one) follow this event."""
+        ...
+
+    def synchronize(self) -> object:
+        """Block the calling thread until the moment has come."""
+        ...
+
+
+class Signal(Event, Protocol):
+    """An event a transfer fires itself, once."""
+
+    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Complete with the given events, or with the work queued so far where there are none."""
+        ...
+
+
+class HostSignal:
+    """An event of CPU work; waiting for it blocks the thread, whatever the stream."""
+
+    __slots__ = ("_fired",)
+
+    def __init__(self) -> None:
+        self._fired = threading.Event()
+
+    def query(self) -> bool:
+        """Tell whether it has fired."""
+        return self._fired.is_set()
+
+    def wait(self, stream: Any = None) -> None:
+        """Block until it has fired."""
+        self._fired.wait()
+
+    def synchronize(self, timeout: float | None = None) -> bool:
+        """Block until it has fired, at most ``timeout`` seconds; tell whether it has."""
+        return self._fired.wait(timeout)
+
+    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Set it."""
+        self._fired.set()
+
+
+class CompletedEvent:
+    """An event that has always come."""
+
+    __slots__ = ()
+
+    def query(self) -> bool:
+        """Tell that it has come."""
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Change nothing."""
+
+
+COMPLETED = CompletedEvent()
+
+
+class StreamSignal:
+    """An event of work on CUDA streams: known once that work is queued, come once all its events have.
+
+    The queueing may happen on another thread, so whoever waits first blocks until it has happened, which is short,
+    and then waits as one waits for CUDA events.
+    """
+
+    __slots__ = ("_events", "_queued")
+
+    def __init__(self) -> None:
+        self._queued = threading.Event()
+        self._events: tuple[torch.cuda.Event, ...] = ()
+
+    def query(self) -> bool:
+        """Tell whether the work is queued and done."""
+        return self._queued.is_set() and all(_has_come(event) for event in self._events)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
+        self._queued.wait()
+        for event in self._events:
+            if stream is None:
+                event.wait()
+            else:
+                event.wait(stream)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
+        self._queued.wait()
+        for event in self._events:
+            event.synchronize()
+
+    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """Stand for ``events``, or for what the current stream holds now; only the first call counts."""
+        if self._queued.is_set():
+            return
+        try:
+            self._events = tuple(events) if events else (torch.cuda.current_stream().record_event(),)
+        finally:
+            # Also where recording fails, as it does once a kernel has faulted: nobody may wait for ever.
+            self._queued.set()
+
+
+def _has_come(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+class EventGroup:
+    """All of several events."""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = tuple(events)
+
+    def query(self) -> bool:
+        """Tell whether all have come."""
+        return all(event.query() for event in self._events)
+
+    def wait(self, stream: Any = None) -> None:
+        """Wait for each in turn."""
+        for event in self._events:
+            event.wait(stream)
+
+    def synchronize(self) -> None:
+        """Block until all have come."""
+        for event in self._events:
+            event.synchronize()
+
+
+def wait_until_done(event: Event, timeout: float) -> bool:
+    """Block until ``event`` has come or ``timeout`` seconds have passed, and tell which.
+
+    Only a :class:`HostSignal` is waited for without polling: the others have no bounded wait.
+    """
+    if isinstance(event, HostSignal):
+        return event.synchronize(timeout)
+    deadline = time.monotonic() + timeout
+    while not event.query():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.0005)
+    return True

@@ -1,0 +1,220 @@
+"""HybridCacheController: operations that move several pools of a model together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hicache_pools.group import HostPoolGroup
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
+
+from .controller import HiCacheController, check_indices, device_slots
+from .events import Event
+from .layer_map import LayerPlan, layer_plan
+from .operations import CacheOperation
+from .transfer_engine import L2Transfer
+
+
+@dataclass(frozen=True)
+class SidecarPoolSpec:
+    """A pool that moves with every operation of the pool whose slots it shares.
+
+    Attributes
+    ----------
+    pool_name
+        Of the sidecar, an entry of the group.
+    indices_from_pool
+        Pool whose slots it shares, usually the anchor.
+    hit_policy
+        Which of its pages storage must have.
+    """
+
+    pool_name: PoolName | str
+    indices_from_pool: PoolName | str
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+    def transfer(self) -> PoolTransfer:
+        """Make its part of an operation."""
+        return PoolTransfer(self.pool_name, hit_policy=self.hit_policy, indices_from_pool=self.indices_from_pool)
+
+
+class HybridCacheController(HiCacheController):
+    """A controller whose operations have parts in further pools: windows, states, indexers, packed drafts.
+
+    Parameters
+    ----------
+    host_group
+        The pools.
+    sidecars
+        Pools that take part in every operation without being named in it.
+    options
+        Keywords of :class:`HiCacheController`.
+
+    Raises
+    ------
+    KeyError
+        A sidecar is not in the group, or shares the slots of a pool that is not.
+    ValueError
+        As :class:`HiCacheController`.
+    """
+
+    def __init__(self, host_group: HostPoolGroup, *, sidecars: Sequence[SidecarPoolSpec] = (), **options: Any) -> None:
+        for spec in sidecars:
+            host_group.get_entry(spec.pool_name)
+            host_group.get_entry(spec.indices_from_pool)
+        self._sidecars = tuple(sidecars)
+        super().__init__(host_group, **options)
+
+    @property
+    def sidecars(self) -> tuple[SidecarPoolSpec, ...]:
+        """Pools that take part in every operation."""
+        return self._sidecars
+
+    def add_sidecar(self, spec: SidecarPoolSpec) -> None:
+        """Let a pool of the group take part in every operation from now on; KeyError if it is not in the group."""
+        self.host_group.get_entry(spec.pool_name)
+        self.host_group.get_entry(spec.indices_from_pool)
+        self._sidecars = (*self._sidecars, spec)
+
+    def write(
+        self,
+        device_indices: torch.Tensor,
+        *,
+        node_id: int,
+        ready_event: Event | None = None,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Queue a write-back of the anchor's slots and of further pools', all or nothing.
+
+        Parameters
+        ----------
+        device_indices, node_id, ready_event
+            As in :meth:`HiCacheController.write`.
+        pool_transfers
+            One a further pool, with its device indices or the pool it derives them from. Their host indices are filled
+            in; they are the caller's with an ack without error, and None again where the operation fails.
+
+        Returns
+        -------
+        torch.Tensor or None
+            The anchor's host slots; None where a pool has no room, with the transfers as they were.
+
+        Raises
+        ------
+        KeyError
+            A transfer names a pool that the group does not have.
+        ValueError, RuntimeError
+            As :meth:`HiCacheController.write`, for any of the pools.
+        """
+        transfers = self._with_sidecars(pool_transfers)
+        for transfer in transfers:
+            if transfer.device_indices is not None:
+                entry = self.host_group.get_entry(transfer.name)
+                check_indices(
+                    f"device_indices of pool {transfer.name!s}",
+                    transfer.device_indices,
+                    int(entry.host_pool.page_size),
+                    device_slots(entry),
+                )
+                self._check_no_queued_load(entry, transfer.device_indices)
+        return self._write(device_indices, node_id, ready_event, transfers)
+
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        *,
+        node_id: int,
+        ready_event: Event | None = None,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Queue a load-back of the anchor's slots and of further pools', all or nothing; see :meth:`write`.
+
+        The transfers come with host indices, and their device indices are filled in through the entries'
+        ``device_alloc_fn``, or come with both.
+        """
+        transfers = self._with_sidecars(pool_transfers)
+        for transfer in transfers:
+            if transfer.host_indices is not None:
+                self._check_host_slots(transfer.host_indices, pool=transfer.name)
+        return self._load(host_indices, node_id, ready_event, transfers)
+
+    # Inside
+
+    def _layer_plan(self) -> LayerPlan:
+        return layer_plan(self.host_group.entries)
+
+    def _with_sidecars(self, pool_transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+        named = [str(transfer.name) for transfer in pool_transfers]
+        anchor = str(self.host_group.anchor_entry.name)
+        wrong = anchor if anchor in named else next((name for name in named if named.count(name) > 1), None)
+        if wrong is not None:
+            raise ValueError(
+                f"pool_transfers names {wrong}; accepted is one transfer for each pool other than the anchor {anchor}"
+            )
+        return [*pool_transfers, *(spec.transfer() for spec in self._sidecars if str(spec.pool_name) not in named)]
+
+    def _resolve_host(
+        self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> bool:
+        def resolve() -> object:
+            return self.host_group.resolve_host_transfers(
+                pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
+            )
+
+        resolved = resolve()
+        if resolved is None and self._host_slots.reap():
+            resolved = resolve()
+        return resolved is not None and self._checked(pool_transfers, host=True)
+
+    def _resolve_device(
+        self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> bool:
+        resolved = self.host_group.resolve_device_transfers(
+            pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
+        )
+        return resolved is not None and self._checked(pool_transfers, host=False)
+
+    def _checked(self, pool_transfers: Sequence[PoolTransfer], *, host: bool) -> bool:
+        """Raise, with everything released, where a transfer has one side only, or sides of two lengths."""
+        for transfer in pool_transfers:
+            sides = [
+                None if side is None else side.numel() for side in (transfer.host_indices, transfer.device_indices)
+            ]
+            if None in sides or sides[0] != sides[1]:
+                self.host_group.release_transfers(pool_transfers)
+                raise ValueError(
+                    f"transfer {transfer.name!s} has {sides[0]} host indices and {sides[1]} device indices; "
+                    f"a {'write-back' if host else 'load-back'} needs as many of both"
+                )
+        return True
+
+    def _transfers(self, operation: CacheOperation, *, load: bool) -> list[L2Transfer]:
+        transfers = super()._transfers(operation, load=load)
+        for part in operation.pool_transfers:
+            if part.host_indices is None or part.device_indices is None:
+                raise ValueError(f"transfer {part.name!s} was released while it was in flight")
+            transfers += self._plan.transfers(
+                self.host_group.get_entry(part.name),
+                part.host_indices,
+                part.device_indices,
+                io_backend=self.io_backend,
+                load=load,
+            )
+        return transfers
+
+    def _give_back(self, operation: CacheOperation, *, writes: bool) -> None:
+        super()._give_back(operation, writes=writes)
+        for transfer in operation.pool_transfers:
+            entry = self.host_group.get_entry(transfer.name)
+            owned = transfer.indices_from_pool is None
+            if writes and transfer.host_from_group and transfer.host_indices is not None:
+                if owned:
+                    self._host_slots.give_back(entry, transfer.host_indices)
+                transfer.host_indices, transfer.host_from_group = None, False
+            if not writes and transfer.device_from_group and transfer.device_indices is not None:
+                if owned:
+                    self.host_group.free_device(transfer.device_indices, transfer.name)
+                transfer.device_indices, transfer.device_from_group = None, False

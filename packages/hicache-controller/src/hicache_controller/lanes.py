@@ -1,0 +1,265 @@
+"""Lanes: ordered queues of transfers on a device; the one place of this package that knows devices.
+
+A lane is to a CUDA transfer what a stream is, and gives CPU transfers the same order: jobs of one lane run one after
+the other, each behind the events it has to wait for, and the caller goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from .events import COMPLETED, Event, HostSignal, Signal, StreamSignal, wait_until_done
+
+logger = logging.getLogger(__name__)
+
+_STOP_CHECK_SECONDS = 0.1
+
+
+class LaneStoppedError(RuntimeError):
+    """A transfer was dropped because its lane stopped before it ran."""
+
+
+class Job(Protocol):
+    """One unit of a lane's work. Neither method may raise."""
+
+    def run(self) -> None:
+        """Do the work (CPU) or queue it on the current stream (CUDA)."""
+        ...
+
+    def abandon(self, error: Exception) -> None:
+        """Complete without the work having started."""
+        ...
+
+
+class Device(Protocol):
+    """What lanes need to know of a device."""
+
+    def submission_event(self) -> Event | None:
+        """Event of the work the caller's stream holds now; None where callers compute on their own thread."""
+        ...
+
+    def signal(self) -> Signal:
+        """Make an event the jobs of this device fire."""
+        ...
+
+    def order(self, event: Event) -> None:
+        """Let what the current scope does next follow ``event``."""
+        ...
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Make the lane's stream current."""
+        ...
+
+    def settle(self) -> None:
+        """Block until nothing queued on the device moves any more: what a failed transfer leaves behind."""
+        ...
+
+
+class CpuDevice:
+    """Transfers done by the thread that runs them."""
+
+    def submission_event(self) -> Event | None:
+        """Return None: what the caller computed is done when it calls."""
+        return None
+
+    def signal(self) -> Signal:
+        """Make a :class:`HostSignal`."""
+        return HostSignal()
+
+    def order(self, event: Event) -> None:
+        """Block until ``event`` has come."""
+        event.synchronize()
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Return a scope that does nothing."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Return at once: a CPU transfer has stopped when it raises."""
+
+
+class InlineCpuDevice(CpuDevice):
+    """Transfers done before the submitting call returns, so their events have always come."""
+
+    def signal(self) -> Signal:
+        """Return the event that has come."""
+        return COMPLETED
+
+
+class CudaDevice:
+    """Transfers queued on one stream of a CUDA or ROCm device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submission_event(self) -> Event | None:
+        """Record an event on the caller's current stream."""
+        event: Event = torch.cuda.current_stream(self.device).record_event()
+        return event
+
+    def signal(self) -> Signal:
+        """Make a :class:`StreamSignal`."""
+        return StreamSignal()
+
+    def order(self, event: Event) -> None:
+        """Let the stream wait; for an event of CPU work the calling thread does."""
+        event.wait(self.stream)
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Make the stream, and with it the device, current."""
+        return torch.cuda.stream(self.stream)
+
+    def settle(self) -> None:
+        """Synchronize the whole device: a failed transfer may have used streams that are not known here."""
+        torch.cuda.synchronize(self.device)
+
+
+class Lane(Protocol):
+    """An ordered queue of jobs."""
+
+    def submit(self, job: Job, after: Sequence[Event]) -> None:
+        """Run ``job`` behind the jobs before it and behind the events ``after``."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """Stop; jobs that have not started are abandoned. Tell whether the running one ended in ``timeout`` seconds."""
+        ...
+
+
+class InlineLane:
+    """Runs each job before ``submit`` returns."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._closed = False
+
+    def submit(self, job: Job, after: Sequence[Event]) -> None:
+        """Run ``job`` now."""
+        if self._closed:
+            job.abandon(LaneStoppedError("the transfer engine is closed"))
+            return
+        with self._device.scope():
+            for event in after:
+                self._device.order(event)
+            job.run()
+
+    def close(self, timeout: float) -> bool:
+        """Refuse further jobs."""
+        self._closed = True
+        return True
+
+
+class ThreadLane:
+    """Runs jobs on a thread of its own.
+
+    Invariant: a job waits only for events of jobs submitted before it and for events of callers, so two lanes never
+    wait for each other in a circle.
+    """
+
+    def __init__(self, device: Device, name: str) -> None:
+        self._device = device
+        self._jobs: deque[tuple[Job, tuple[Event, ...]]] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, after: Sequence[Event]) -> None:
+        """Queue ``job``."""
+        with self._changed:
+            if not self._stopping:
+                self._jobs.append((job, tuple(after)))
+                self._changed.notify()
+                return
+        job.abandon(LaneStoppedError("the transfer engine is closed"))
+
+    def close(self, timeout: float) -> bool:
+        """Abandon what has not started and join the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        with self._device.scope():
+            while True:
+                with self._changed:
+                    while not self._jobs and not self._stopping:
+                        self._changed.wait()
+                    if not self._jobs:
+                        return
+                    job, after = self._jobs.popleft()
+                if self._wait_for(after):
+                    job.run()
+                else:
+                    job.abandon(LaneStoppedError("the transfer engine closed before the transfer could start"))
+
+    def _wait_for(self, events: Sequence[Event]) -> bool:
+        """Order the job behind ``events``; False when the lane stops meanwhile."""
+        for event in events:
+            while isinstance(event, HostSignal) and not wait_until_done(event, _STOP_CHECK_SECONDS):
+                if self._stopping:
+                    return False
+            if self._stopping:
+                return False
+            self._device.order(event)
+        return not self._stopping
+
+
+class LanePair:
+    """The two directions of one device.
+
+    Parameters
+    ----------
+    device
+        Device of the pools.
+    synchronous
+        Complete every transfer before its submission returns; for CPU pools only.
+
+    Raises
+    ------
+    ValueError
+        For ``synchronous`` on a device other than CPU.
+    """
+
+    def __init__(self, device: torch.device, *, synchronous: bool) -> None:
+        self.device_to_host_device: Device
+        self.host_to_device_device: Device
+        self.device_to_host: Lane
+        self.host_to_device: Lane
+        if device.type == "cpu":
+            shared = InlineCpuDevice() if synchronous else CpuDevice()
+            self.device_to_host_device = self.host_to_device_device = shared
+        elif synchronous:
+            raise ValueError(f"synchronous is True with pools on {device}; only pools on cpu complete synchronously")
+        else:
+            self.device_to_host_device, self.host_to_device_device = CudaDevice(device), CudaDevice(device)
+        if synchronous:
+            self.device_to_host = InlineLane(self.device_to_host_device)
+            self.host_to_device = InlineLane(self.host_to_device_device)
+        elif device.type == "cpu":
+            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host")
+            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
+        else:
+            self.device_to_host = InlineLane(self.device_to_host_device)
+            # One call a layer: too long for the caller's thread, so another one queues them.
+            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
+
+    def submission_event(self) -> Event | None:
+        """Event of the work the caller's stream holds now."""
+        return self.device_to_host_device.submission_event()
+
+    def close(self, timeout: float) -> bool:
+        """Stop both."""
+        stopped = self.device_to_host.close(timeout)
+        return self.host_to_device.close(timeout) and stopped

@@ -1,0 +1,79 @@
+"""LayerDoneCounter: lets a forward pass start on layer 0 while later layers still travel from the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from .events import Event
+
+NOTHING_TO_WAIT_FOR = -1
+"""Consumer id of a start_loading that had nothing to load."""
+
+
+class LayerDoneCounter:
+    """Per-layer events of loads, found by the consumer id that ``start_loading`` returned.
+
+    Ids only grow and are never used again, so an id whose load has long been acked still means that load: nothing is
+    left to wait for.
+
+    Parameters
+    ----------
+    layers
+        Model layers of every load.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self._lock = threading.Lock()
+        self._next = 0
+        self._loads: dict[int, tuple[Sequence[Event], Callable[[], BaseException | None]]] = {}
+        self._consumers: tuple[int, ...] = ()
+
+    def register(self, events: Sequence[Event], error: Callable[[], BaseException | None]) -> int:
+        """Add a load: an event for each layer, and a function that tells its error; returns its consumer id."""
+        with self._lock:
+            consumer = self._next
+            self._next += 1
+            self._loads[consumer] = (events, error)
+            return consumer
+
+    def forget(self, consumer: int) -> None:
+        """Drop a load that has been acked."""
+        with self._lock:
+            self._loads.pop(consumer, None)
+
+    def set_consumer(self, consumer: int | Iterable[int]) -> None:
+        """Choose the load, or loads, that the forward pass about to run waits for; -1 for none."""
+        chosen = (consumer,) if isinstance(consumer, int) else tuple(consumer)
+        with self._lock:
+            wrong = [c for c in chosen if not -1 <= c < self._next]
+            if wrong:
+                raise ValueError(f"consumer is {wrong[0]}; accepted: -1, or an id that start_loading returned")
+            self._consumers = chosen
+
+    def wait_until(self, layer: int) -> None:
+        """Let the current stream (CPU: the calling thread) wait until ``layer`` of the chosen loads is in place.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+        RuntimeError
+            If a chosen load failed: its rows must not be read.
+        """
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer is {layer}; accepted: 0..{self.layers - 1}")
+        with self._lock:
+            loads = [self._loads[c] for c in self._consumers if c in self._loads]
+        for events, error in loads:
+            events[layer].wait()
+            failure = error()
+            if failure is not None:
+                raise RuntimeError(f"the load of layer {layer} failed: {failure}") from failure
+
+    def reset(self) -> None:
+        """Forget every load and consumer; ids go on growing."""
+        with self._lock:
+            self._loads.clear()
+            self._consumers = ()

@@ -1,0 +1,168 @@
+"""Counters and histograms of the controller as plain numbers, and an exporter for Prometheus."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+Labels = tuple[tuple[str, str], ...]
+
+SECONDS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)
+"""Upper bounds of the buckets of times, in seconds."""
+
+PREFIX = "hicache_"
+
+
+class HistogramSnapshot(NamedTuple):
+    """A histogram at one moment.
+
+    Attributes
+    ----------
+    bounds
+        Upper bounds of the buckets but the last, which has none.
+    counts
+        Observations a bucket, one more than there are bounds.
+    sum
+        Sum of the observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self.counts)
+
+
+class MetricsSnapshot(NamedTuple):
+    """All metrics at one moment, each under its name and the labels it was counted with."""
+
+    counters: dict[str, dict[Labels, float]]
+    gauges: dict[str, float]
+    histograms: dict[str, dict[Labels, HistogramSnapshot]]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a counter over everything that has these labels; 0 where it never counted."""
+        wanted = set(labels.items())
+        return sum(value for have, value in self.counters.get(name, {}).items() if wanted <= set(have))
+
+
+class Metrics:
+    """Counts by name and labels; safe to use from several threads.
+
+    Names in use: ``transfer_bytes``, ``transfer_operations``, ``transfer_runs`` and ``transfer_seconds`` by
+    ``direction`` and ``path``; ``transfer_failures``; ``fallbacks`` by ``reason``; ``hit_pages`` by ``tier``;
+    ``deferred_frees``; ``backup_pages``, ``backup_failed_pages``, ``backup_retries``, ``backup_dropped_pages``;
+    ``prefetch_pages``, ``prefetch_missing_pages``, ``prefetch_cancelled``; ``storage_errors`` and
+    ``storage_timeouts`` by ``operation``; ``storage_seconds`` by ``operation``; gauges of queue depths.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[str, dict[Labels, float]] = {}
+        self._histograms: dict[str, dict[Labels, tuple[list[int], list[float]]]] = {}
+        self._gauges: dict[str, Callable[[], float]] = {}
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        key = tuple(sorted(labels.items())) if len(labels) > 1 else tuple(labels.items())
+        with self._lock:
+            series = self._counters.setdefault(name, {})
+            series[key] = series.get(key, 0) + amount
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add an observation, in seconds, to a histogram."""
+        key = tuple(sorted(labels.items())) if len(labels) > 1 else tuple(labels.items())
+        with self._lock:
+            counts, total = self._histograms.setdefault(name, {}).setdefault(key, ([0] * (len(SECONDS) + 1), [0.0]))
+            counts[bisect_left(SECONDS, value)] += 1
+            total[0] += value
+
+    def gauge(self, name: str, read: Callable[[], float]) -> None:
+        """Let a function tell a value whenever a snapshot is taken; the last function given for a name counts."""
+        with self._lock:
+            self._gauges[name] = read
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Read everything."""
+        with self._lock:
+            counters = {name: dict(series) for name, series in self._counters.items()}
+            histograms = {
+                name: {
+                    key: HistogramSnapshot(SECONDS, tuple(counts), total[0]) for key, (counts, total) in series.items()
+                }
+                for name, series in self._histograms.items()
+            }
+            gauges = dict(self._gauges)
+        return MetricsSnapshot(counters, {name: read() for name, read in gauges.items()}, histograms)
+
+
+class PrometheusCollector:
+    """Hands a :class:`Metrics` to a Prometheus registry: ``registry.register(PrometheusCollector(metrics))``.
+
+    Needs the package ``prometheus-client`` (extra ``prometheus``).
+
+    Parameters
+    ----------
+    metrics
+        What to export, every name with the prefix ``hicache_``.
+    labels
+        Labels of every series, such as the rank.
+
+    Raises
+    ------
+    ImportError
+        If ``prometheus-client`` is not installed.
+    """
+
+    def __init__(self, metrics: Metrics, labels: dict[str, str] | None = None) -> None:
+        try:
+            core = importlib.import_module("prometheus_client.core")
+        except ImportError as error:
+            raise ImportError(
+                "prometheus-client is not installed; install hicache-controller[prometheus] to export metrics"
+            ) from error
+        self._core: Any = core
+        self._metrics = metrics
+        self._labels = tuple(sorted((labels or {}).items()))
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families of one scrape."""
+        snapshot = self._metrics.snapshot()
+        for name, series in snapshot.counters.items():
+            counter = self._core.CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=self._names(series))
+            for key, value in series.items():
+                counter.add_metric(self._values(series, key), value)
+            yield counter
+        for name, value in snapshot.gauges.items():
+            gauge = self._core.GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=self._names({}))
+            gauge.add_metric(self._values({}, ()), value)
+            yield gauge
+        for name, observed in snapshot.histograms.items():
+            family = self._core.HistogramMetricFamily(
+                PREFIX + name, name.replace("_", " "), labels=self._names(observed)
+            )
+            for key, histogram in observed.items():
+                family.add_metric(self._values(observed, key), buckets=_cumulative(histogram), sum_value=histogram.sum)
+            yield family
+
+    def _names(self, series: dict[Labels, Any]) -> list[str]:
+        own = {name for key in series for name, _ in key}
+        return sorted(own) + [name for name, _ in self._labels if name not in own]
+
+    def _values(self, series: dict[Labels, Any], key: Labels) -> list[str]:
+        known = dict(self._labels) | dict(key)
+        return [known.get(name, "") for name in self._names(series)]
+
+
+def _cumulative(histogram: HistogramSnapshot) -> Sequence[tuple[str, int]]:
+    buckets, total = [], 0
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

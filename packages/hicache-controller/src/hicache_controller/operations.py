@@ -1,0 +1,144 @@
+"""Operations and acks: what the controllers queue, merge, and hand back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hicache_pools.pool_transfer import PoolTransfer
+
+from .events import Event
+
+_operation_ids = itertools.count()
+
+
+class OperationCancelledError(RuntimeError):
+    """The operation was cancelled before it was complete."""
+
+
+class Ack(NamedTuple):
+    """What became of a write or a load; each is returned once by ``poll_writes`` or ``poll_loads``.
+
+    Attributes
+    ----------
+    node_ids
+        Nodes whose slots moved together, without those that were cancelled.
+    device_released
+        Write: the device rows have been read and may be overwritten. Load: they are filled.
+    host_ready
+        Write: the host bytes are there. Load: they are no longer read.
+    error
+        None, or why nothing of it counts. The slots the controller allocated for a failed operation (host slots of a
+        write, device slots of a load) are free again.
+    """
+
+    node_ids: tuple[int, ...]
+    device_released: Event
+    host_ready: Event
+    error: BaseException | None = None
+
+
+class StorageAck(NamedTuple):
+    """What became of a backup.
+
+    Attributes
+    ----------
+    node_id
+        The node it was for.
+    stored_pages
+        Leading pages that are in storage.
+    error
+        None where that is all of them, else why it is not.
+    """
+
+    node_id: int
+    stored_pages: int
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class CacheOperation:
+    """One write or load, or several merged into one transfer.
+
+    Attributes
+    ----------
+    host_indices, device_indices
+        int64 slot indices ``[n]`` of the anchor, whole pages in order.
+    node_ids
+        Nodes it serves.
+    pool_transfers
+        What moves in further pools, resolved.
+    ready_events
+        Events the transfer has to follow.
+    parts
+        The operations it was merged from, in order; itself alone where it was not merged.
+    cancelled
+        Whether its slots go back instead of to the caller.
+    id
+        Grows with creation.
+    """
+
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    node_ids: tuple[int, ...]
+    pool_transfers: tuple[PoolTransfer, ...] = ()
+    ready_events: tuple[Event, ...] = ()
+    parts: tuple[CacheOperation, ...] = ()
+    cancelled: bool = False
+    id: int = field(default_factory=lambda: next(_operation_ids))
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            self.parts = (self,)
+
+    @staticmethod
+    def merge_ops(operations: Sequence[CacheOperation]) -> CacheOperation:
+        """Join operations into one that moves all their slots, pool by pool, in their order.
+
+        Raises
+        ------
+        ValueError
+            If there are none.
+        """
+        if not operations:
+            raise ValueError("operations is empty; at least one is needed to merge")
+        if len(operations) == 1:
+            return operations[0]
+        by_pool: dict[str, list[PoolTransfer]] = {}
+        for operation in operations:
+            for transfer in operation.pool_transfers:
+                by_pool.setdefault(str(transfer.name), []).append(transfer)
+        return CacheOperation(
+            host_indices=join_indices([operation.host_indices for operation in operations]),
+            device_indices=join_indices([operation.device_indices for operation in operations]),
+            node_ids=tuple(node_id for operation in operations for node_id in operation.node_ids),
+            pool_transfers=tuple(_merge_transfers(transfers) for transfers in by_pool.values()),
+            ready_events=tuple(event for operation in operations for event in operation.ready_events),
+            parts=tuple(part for operation in operations for part in operation.parts),
+        )
+
+
+def join_indices(indices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate index tensors as int64; where only some are on a device, all go there, without waiting for it."""
+    if len(indices) == 1:
+        return indices[0]
+    device = next((each.device for each in indices if each.device.type != "cpu"), torch.device("cpu"))
+    return torch.cat([each.to(device, torch.int64, non_blocking=True) for each in indices])
+
+
+def _merge_transfers(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
+    if len(transfers) == 1:
+        return transfers[0]
+    host = [transfer.host_indices for transfer in transfers if transfer.host_indices is not None]
+    device = [transfer.device_indices for transfer in transfers if transfer.device_indices is not None]
+    return PoolTransfer(
+        transfers[0].name,
+        join_indices(host),
+        join_indices(device),
+        hit_policy=transfers[0].hit_policy,
+        indices_from_pool=transfers[0].indices_from_pool,
+    )

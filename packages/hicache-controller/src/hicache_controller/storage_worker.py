@@ -1,0 +1,425 @@
+"""Backup and prefetch: the threads that move pages between the host pool and storage, and what they work on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from .agreement import Agreement
+from .events import Event, HostSignal, wait_until_done
+from .metrics import Metrics
+from .operations import OperationCancelledError, StorageAck
+from .storage.base import HiCacheStorage
+from .transfer_engine import InFlightOperation
+
+logger = logging.getLogger(__name__)
+
+ANCHOR = "kv"
+"""Name of the anchor's pool in a storage, whatever its entry is called."""
+
+_STOP_CHECK_SECONDS = 0.1
+
+PageGet = Callable[[Sequence[bytes], torch.Tensor, str], list[bool]]
+"""``page_get(keys, host_indices, pool_name)`` fills host pages; tells for each key whether its page is there."""
+
+PageSet = Callable[[Sequence[bytes], torch.Tensor, Sequence[bytes | None] | None, str], list[bool]]
+"""``page_set(keys, host_indices, parents, pool_name)`` stores host pages; tells for each key whether it is stored."""
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for its pages to come from storage."""
+
+    BEST_EFFORT = "best_effort"
+    """Not at all: what is there when the request is scheduled counts."""
+    WAIT_COMPLETE = "wait_complete"
+    """Until the prefetch is over."""
+    TIMEOUT = "timeout"
+    """Until it is over or its time is, which grows with its pages."""
+
+
+class GenericStorage(Protocol):
+    """A backend that moves pages as tensors, for engines' own; :class:`HiCacheStorage` moves them without a copy."""
+
+    def register_mem_pool_host(self, pool: Any, name: str = "kv") -> None:
+        """Learn about a host pool."""
+
+    def batch_exists(self, keys: Sequence[bytes], *, name: str = "kv") -> int:
+        """Return how many leading keys have a page."""
+
+    def get(self, key: bytes, *, name: str = "kv") -> torch.Tensor | None:
+        """Return a page, uint8 ``[page_bytes]`` on CPU, or None."""
+
+    def set(self, key: bytes, page: torch.Tensor, *, parent: bytes | None = None, name: str = "kv") -> bool:
+        """Store a page; tell whether it is stored."""
+
+
+StorageBackend = HiCacheStorage | GenericStorage
+
+
+def zero_copy_page_functions(storage: HiCacheStorage) -> tuple[PageGet, PageSet]:
+    """Page functions of a backend that reads and writes the pool's memory itself."""
+
+    def page_get(keys: Sequence[bytes], host_indices: torch.Tensor, name: str) -> list[bool]:
+        return storage.batch_get(keys, host_indices, name=name)
+
+    def page_set(
+        keys: Sequence[bytes], host_indices: torch.Tensor, parents: Sequence[bytes | None] | None, name: str
+    ) -> list[bool]:
+        return storage.batch_set(keys, host_indices, parents=parents, name=name)
+
+    return page_get, page_set
+
+
+def generic_page_functions(storage: GenericStorage, pools: Callable[[str], Any]) -> tuple[PageGet, PageSet]:
+    """Page functions of a backend that takes and gives tensors; ``pools`` finds the host pool of a name."""
+
+    def page_get(keys: Sequence[bytes], host_indices: torch.Tensor, name: str) -> list[bool]:
+        pool = pools(name)
+        found = []
+        for key, page in zip(keys, _pages(host_indices, pool), strict=True):
+            data = storage.get(key, name=name)
+            if data is not None:
+                pool.write_page(page, data)
+            found.append(data is not None)
+        return found
+
+    def page_set(
+        keys: Sequence[bytes], host_indices: torch.Tensor, parents: Sequence[bytes | None] | None, name: str
+    ) -> list[bool]:
+        pool = pools(name)
+        before = [None] * len(keys) if parents is None else parents
+        return [
+            storage.set(key, pool.read_page(page), parent=parent, name=name)
+            for key, page, parent in zip(keys, _pages(host_indices, pool), before, strict=True)
+        ]
+
+    return page_get, page_set
+
+
+def _pages(host_indices: torch.Tensor, pool: Any) -> list[int]:
+    pages: list[int] = (host_indices[:: pool.page_size] // pool.page_size).tolist()
+    return pages
+
+
+class StorageTask(InFlightOperation):
+    """Host pages that a storage thread reads or writes; in flight until its signal fires."""
+
+    host_ready: HostSignal
+
+    def __init__(self, host_indices: torch.Tensor, keys: Sequence[bytes], after: Sequence[Event]) -> None:
+        self.host_indices = host_indices
+        self.keys = list(keys)
+        self.after = tuple(after)
+        self.host_ready = HostSignal()
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    @property
+    def pages(self) -> int:
+        """Number of pages."""
+        return len(self.keys)
+
+    def slots(self, start: int, end: int) -> torch.Tensor:
+        """Host slots of a range of its pages."""
+        page_size = len(self.host_indices) // max(1, self.pages)
+        return self.host_indices[start * page_size : end * page_size]
+
+
+class BackupOperation(StorageTask):
+    """Pages on their way to storage.
+
+    Attributes
+    ----------
+    node_id, parents
+        As given to ``backup``.
+    stored_pages
+        Leading pages stored so far.
+    """
+
+    def __init__(
+        self,
+        host_indices: torch.Tensor,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None,
+        node_id: int,
+        after: Sequence[Event] = (),
+    ) -> None:
+        super().__init__(host_indices, keys, after)
+        self.parents = None if parents is None else list(parents)
+        self.node_id = node_id
+        self.stored_pages = 0
+
+    def ack(self) -> StorageAck:
+        """Say what to tell the caller."""
+        error = self.error
+        if error is None and self.stored_pages < self.pages:
+            error = RuntimeError(f"storage took {self.stored_pages} of {self.pages} pages")
+        return StorageAck(self.node_id, self.stored_pages, error)
+
+
+class PrefetchOperation(StorageTask):
+    """Pages on their way from storage to the host.
+
+    Attributes
+    ----------
+    request_id
+        As given to ``prefetch``.
+    """
+
+    def __init__(
+        self,
+        host_indices: torch.Tensor | None,
+        keys: Sequence[bytes],
+        request_id: str,
+        *,
+        agreement: Agreement,
+        after: Sequence[Event] = (),
+        deadline_seconds: float | None = None,
+    ) -> None:
+        super().__init__(torch.empty(0, dtype=torch.int64) if host_indices is None else host_indices, keys, after)
+        self.request_id = request_id
+        self.began = time.monotonic()
+        self._agreement = agreement
+        self._agreed: int | None = None
+        self._loaded_pages = 0
+        self._deadline_seconds = deadline_seconds
+
+    @property
+    def completed_pages(self) -> int:
+        """Leading pages whose bytes are there: a hole ends them. Of all ranks, once :meth:`wait` has returned."""
+        return self._loaded_pages if self._agreed is None else self._agreed
+
+    @property
+    def done(self) -> bool:
+        """Whether storage is done with its host slots, which until then cannot be freed."""
+        return self.host_ready.query()
+
+    def cancel(self) -> None:
+        """Stop behind the pages that are being read now; what has come so far still counts."""
+        self.cancelled = True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until it is over, agree with the other ranks, and return :attr:`completed_pages`.
+
+        Each rank of a group has to call this, once, for each of its prefetches, in one order.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for this rank's storage; then it is cancelled, and what has come counts. Storage that hangs
+            is left alone after its deadline: its slots stay in flight, and the answer is what had come by then.
+        """
+        if self._agreed is None:
+            if not self.host_ready.synchronize(timeout if timeout is not None else self._deadline_seconds):
+                self.cancel()
+                self.host_ready.synchronize(self._deadline_seconds)
+            self._agreed = self._agreement.smallest([self._loaded_pages])[0]
+        return self._agreed
+
+    def progress(self, pages: int) -> None:
+        """Note that the next ``pages`` pages are there; for the prefetch thread."""
+        self._loaded_pages += pages
+
+
+Task = TypeVar("Task", bound=StorageTask)
+
+
+class StorageThread(Generic[Task]):
+    """Runs tasks in order on one thread (or at once, where synchronous), from a queue bounded in pages.
+
+    Parameters
+    ----------
+    name
+        Of the thread.
+    work
+        Does one task; what it raises becomes the task's error.
+    finished
+        Called behind each task, on the thread, before its signal fires.
+    queue_pages
+        Most pages waiting; one task may always wait.
+    synchronous
+        Do each task before ``submit`` returns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Task], None],
+        finished: Callable[[Task], None],
+        *,
+        queue_pages: int,
+        synchronous: bool,
+    ) -> None:
+        self._work = work
+        self._finished = finished
+        self._queue_pages = queue_pages
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._depth = 0
+        self._running: Task | None = None
+        self.stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        if not synchronous:
+            self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Pages waiting."""
+        return self._depth
+
+    def submit(self, task: Task, *, timeout: float | None) -> bool:
+        """Queue a task, blocking while the queue is full, at most ``timeout`` seconds; tell whether it was queued."""
+        if self._thread is None:
+            self._run(task)
+            return True
+        with self._changed:
+            admitted = self._changed.wait_for(
+                lambda: self.stopping.is_set() or not self._tasks or self._depth + task.pages <= self._queue_pages,
+                timeout,
+            )
+            if not admitted or self.stopping.is_set():
+                return False
+            self._tasks.append(task)
+            self._depth += task.pages
+            self._changed.notify_all()
+        return True
+
+    def drain(self, timeout: float) -> bool:
+        """Block until nothing waits or runs, at most ``timeout`` seconds; tell whether that came."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tasks and self._running is None, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Stop behind the task that runs; what waits is cancelled. Tell whether the thread ended in time."""
+        self.stopping.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._tasks or self.stopping.is_set())
+                if not self._tasks:
+                    return
+                task = self._running = self._tasks.popleft()
+                self._depth -= task.pages
+                self._changed.notify_all()
+            self._run(task)
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+
+    def _run(self, task: Task) -> None:
+        try:
+            if self._wait_for(task.after):
+                self._work(task)
+            else:
+                task.cancelled = True
+                task.error = OperationCancelledError("the storage thread stopped before the operation could start")
+        except BaseException as error:
+            task.error = error
+            if not isinstance(error, Exception):
+                raise
+            logger.debug("a storage operation failed", exc_info=True)
+        finally:
+            self._finished(task)
+            task.host_ready.fire()
+
+    def _wait_for(self, events: Iterable[Event]) -> bool:
+        for event in events:
+            while not wait_until_done(event, _STOP_CHECK_SECONDS):
+                if self.stopping.is_set():
+                    return False
+        return not self.stopping.is_set()
+
+
+class StorageMover:
+    """Moves the pages of one task, batch by batch, with retries; shared by the threads of both directions.
+
+    Parameters
+    ----------
+    page_get, page_set
+        The backend's page functions.
+    batch_pages
+        Pages a call: what a cancel may have to wait for.
+    retries
+        Further attempts at a page that could not be stored.
+    retry_seconds
+        Pause before the first of them; doubled for each further one.
+    """
+
+    def __init__(
+        self,
+        page_get: PageGet,
+        page_set: PageSet,
+        metrics: Metrics,
+        *,
+        batch_pages: int,
+        retries: int,
+        retry_seconds: float,
+    ) -> None:
+        self.page_get = page_get
+        self.page_set = page_set
+        self._metrics = metrics
+        self._batch_pages = batch_pages
+        self._retries = retries
+        self._retry_seconds = retry_seconds
+
+    def backup(self, task: BackupOperation, stopping: threading.Event) -> None:
+        """Store pages in order; behind a page that cannot be stored nothing is, as nobody would find it."""
+        attempts = 0
+        while task.stored_pages < task.pages and not task.cancelled:
+            start = task.stored_pages
+            end = min(start + self._batch_pages, task.pages)
+            parents = None if task.parents is None else task.parents[start:end]
+            leading = self._call("backup", self.page_set, task.keys[start:end], task.slots(start, end), parents, ANCHOR)
+            task.stored_pages += leading
+            self._metrics.count("backup_pages", leading)
+            if leading == end - start:
+                attempts = 0
+                continue
+            attempts = 1 if leading else attempts + 1
+            if attempts > self._retries or stopping.wait(self._retry_seconds * 2 ** (attempts - 1)):
+                self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
+                return
+            self._metrics.count("backup_retries")
+
+    def prefetch(self, task: PrefetchOperation, stopping: threading.Event) -> None:
+        """Fetch pages in order up to the first that is missing."""
+        done = 0
+        while done < task.pages and not task.cancelled and not stopping.is_set():
+            start, end = done, min(done + self._batch_pages, task.pages)
+            leading = self._call("prefetch", self.page_get, task.keys[start:end], task.slots(start, end), ANCHOR)
+            task.progress(leading)
+            done += leading
+            self._metrics.count("prefetch_pages", leading)
+            if leading < end - start:
+                self._metrics.count("prefetch_missing_pages", task.pages - done)
+                return
+        if done < task.pages:
+            self._metrics.count("prefetch_cancelled")
+
+    def _call(self, operation: str, function: Callable[..., list[bool]], *arguments: Any) -> int:
+        """Leading pages that a page function moved; none where it raises."""
+        began = time.perf_counter()
+        try:
+            moved = function(*arguments)
+        except Exception:
+            self._metrics.count("storage_errors", operation=operation)
+            logger.debug("storage failed to %s pages", operation, exc_info=True)
+            return 0
+        finally:
+            self._metrics.observe("storage_seconds", time.perf_counter() - began, operation=operation)
+        return next((position for position, each in enumerate(moved) if not each), len(moved))

@@ -1,0 +1,429 @@
+"""L2TransferEngine: runs transfers between device and host pools in an order in which no race can corrupt a byte."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from hicache_kernels import TransferResult
+from hicache_pools.device_pools.base import DevicePool
+
+from .events import COMPLETED, Event, Signal, wait_until_done
+from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
+from .lanes import Device, LanePair
+from .metrics import Metrics
+from .operations import OperationCancelledError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Which of the five hazards are closed; all of them, but in the tests that show what each guard prevents.
+
+    Attributes
+    ----------
+    write_follows_compute
+        A write-back reads device rows only after they were computed.
+    overwrite_follows_read
+        Device rows count as released only once a write-back has read them.
+    load_follows_compute
+        A load fills device rows only after earlier compute has read them.
+    read_follows_write
+        A load or a backup reads host slots only after their write-back has landed.
+    refill_follows_read
+        Host slots are refilled only once no load or backup reads them.
+    """
+
+    write_follows_compute: bool = True
+    overwrite_follows_read: bool = True
+    load_follows_compute: bool = True
+    read_follows_write: bool = True
+    refill_follows_read: bool = True
+
+
+class Direction(Enum):
+    """Way of a transfer."""
+
+    DEVICE_TO_HOST = "write_back"
+    HOST_TO_DEVICE = "load"
+
+
+@dataclass(frozen=True, eq=False)
+class L2Transfer:
+    """One pool's part of a transfer.
+
+    Attributes
+    ----------
+    name
+        Of the pool.
+    host_pool, device_pool
+        Its two sides; for a packed draft, the owner's host pool and the draft's device pool.
+    host_indices, device_indices
+        Integer slot indices ``[n]``, whole pages in order; host indices on CPU.
+    layer_map
+        For each model layer the pool's layer, or None where the pool has no part of it.
+    is_draft
+        Whether the layers are the draft's tail layers of the host pool.
+    io_backend
+        ``"kernel"`` or ``"direct"``.
+    """
+
+    name: str
+    host_pool: Any
+    device_pool: Any
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    layer_map: tuple[int | None, ...]
+    is_draft: bool = False
+    io_backend: str = "kernel"
+
+    def device_granules(self) -> Granules | None:
+        """Pages of the device side; None where they are not known on the CPU."""
+        if isinstance(self.device_pool, DevicePool) and self.device_pool.index_translation is not None:
+            return None
+        return page_granules(self.device_indices, int(self.host_pool.page_size))
+
+    def host_granules(self) -> Granules | None:
+        """Pages of the host side."""
+        return page_granules(self.host_indices, int(self.host_pool.page_size))
+
+    def write_back(self) -> TransferResult:
+        """Queue or do the copy of every layer to the host."""
+        result: TransferResult = self.host_pool.backup_from_device_all_layer(
+            self.device_pool, self.host_indices, self.device_indices, self.io_backend
+        )
+        return result
+
+    def load_layer(self, layer: int) -> TransferResult:
+        """Queue or do the copy of one of the pool's layers to the device."""
+        result: TransferResult = self.host_pool.load_to_device_per_layer(
+            self.device_pool, self.host_indices, self.device_indices, layer, self.io_backend, is_draft=self.is_draft
+        )
+        return result
+
+
+class InFlightOperation:
+    """Anything that uses slots: events that tell when it no longer does.
+
+    Attributes
+    ----------
+    device_released, host_ready
+        Fired once its device slots, and its host slots, may be used by others.
+    """
+
+    device_released: Event = COMPLETED
+    host_ready: Event = COMPLETED
+
+    @property
+    def done(self) -> bool:
+        """Whether all its slots are its no longer."""
+        return self.device_released.query() and self.host_ready.query()
+
+
+class TransferHandle(InFlightOperation):
+    """A submitted transfer; a job of its lane, and what its submitter watches.
+
+    Attributes
+    ----------
+    layer_events
+        For a load, one event a model layer; empty for a write-back.
+    error
+        Why it failed; final once :attr:`done`.
+    results
+        What each pool's transfer reported.
+    """
+
+    device_released: Signal
+    host_ready: Signal
+
+    def __init__(
+        self,
+        direction: Direction,
+        transfers: Sequence[L2Transfer],
+        layers: int,
+        device: Device,
+        metrics: Metrics,
+        guards: Guards,
+    ) -> None:
+        self.direction = direction
+        # Kept until the handle goes: what an asynchronous copy reads belongs to its operation.
+        self.transfers = tuple(transfers)
+        self.device_released = device.signal()
+        self.host_ready = device.signal()
+        self.layer_events: tuple[Signal, ...] = tuple(device.signal() for _ in range(layers))
+        self.error: BaseException | None = None
+        self.results: list[TransferResult] = []
+        self._device = device
+        self._metrics = metrics
+        self._cancelled = False
+        if direction is Direction.DEVICE_TO_HOST and not guards.overwrite_follows_read:
+            self.device_released = COMPLETED
+
+    def cancel(self) -> None:
+        """Let it stop at the next layer; it is over when :attr:`done`."""
+        self._cancelled = True
+
+    def run(self) -> None:
+        """Do or queue the copies; whatever happens, every event fires."""
+        began = time.perf_counter()
+        try:
+            if self.direction is Direction.DEVICE_TO_HOST:
+                self._write_back()
+            else:
+                self._load()
+        except BaseException as error:
+            self.error = error
+            self._settle()
+            if not isinstance(error, Exception):
+                raise
+            if not isinstance(error, OperationCancelledError):
+                self._metrics.count("transfer_failures", direction=self.direction.value)
+                logger.debug("%s of %d pools failed", self.direction.value, len(self.transfers), exc_info=True)
+        finally:
+            self._fire_all()
+        self._record(time.perf_counter() - began)
+
+    def abandon(self, error: Exception) -> None:
+        """End without having started."""
+        self.error = error
+        self._fire_all()
+
+    def _write_back(self) -> None:
+        for transfer in self.transfers:
+            if self._cancelled:
+                raise OperationCancelledError("the write was cancelled")
+            self.results.append(transfer.write_back())
+        self.device_released.fire(_cuda_events(result.device_released for result in self.results))
+        self.host_ready.fire(_cuda_events(result.host_ready for result in self.results))
+
+    def _load(self) -> None:
+        for layer, event in enumerate(self.layer_events):
+            for transfer in self.transfers:
+                local = transfer.layer_map[layer] if layer < len(transfer.layer_map) else None
+                if local is None:
+                    continue
+                if self._cancelled:
+                    raise OperationCancelledError("the load was cancelled")
+                self.results.append(transfer.load_layer(local))
+            event.fire()
+
+    def _settle(self) -> None:
+        """Nothing may still move when the slots go back."""
+        try:
+            self._device.settle()
+        except Exception:
+            logger.exception("waiting for the device after a failed transfer failed too")
+
+    def _fire_all(self) -> None:
+        for event in (*self.layer_events, self.device_released, self.host_ready):
+            try:
+                event.fire()
+            except Exception as error:
+                self.error = self.error or error
+
+    def _record(self, seconds: float) -> None:
+        direction = self.direction.value
+        for result in self.results:
+            self._metrics.count("transfer_bytes", result.bytes, path=result.path, direction=direction)
+            self._metrics.count("transfer_runs", result.runs, path=result.path, direction=direction)
+            self._metrics.count("transfer_operations", path=result.path, direction=direction)
+        self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
+
+
+def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...]:
+    """Return the events there are; where one is missing, what the current stream holds now stands for it."""
+    listed = list(events)
+    known = tuple(event for event in listed if event is not None)
+    if known and len(known) < len(listed):
+        known = (*known, torch.cuda.current_stream().record_event())
+    return known
+
+
+class PendingPages(NamedTuple):
+    """Result of asking for pages: which nothing uses, and which something still does."""
+
+    idle: Granules
+    busy: Granules
+
+
+class L2TransferEngine:
+    """Both directions of one device, and everything in flight between its pools and their host memory.
+
+    An operation waits, on its own stream or thread and never on the caller's, for the events of the operations in
+    flight that touch the same physical slots:
+
+    ====================  =============================================================================================
+    write-back            the caller's ``ready_event``; loads that fill its device rows; whoever uses its host slots
+    load                  the caller's ``ready_event``; whoever uses its device rows; writers of its host slots
+    backup, prefetch      writers of its host slots (and, as it writes, readers of them)
+    ====================  =============================================================================================
+
+    With what the controller does (slots in flight are not freed, device slots are freed behind ``device_released``),
+    that closes the five hazards.
+
+    Parameters
+    ----------
+    device
+        Device of the pools.
+    synchronous
+        Complete each transfer before its submission returns (CPU pools only), as a simulation wants it.
+    metrics
+        Where to count.
+    guards
+        For tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        synchronous: bool = False,
+        metrics: Metrics | None = None,
+        guards: Guards | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.synchronous = synchronous
+        self.metrics = metrics if metrics is not None else Metrics()
+        self.guards = guards if guards is not None else Guards()
+        self.in_flight: InFlight[Any] = InFlight()
+        self._lanes = LanePair(self.device, synchronous=synchronous)
+
+    def submission_event(self) -> Event | None:
+        """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
+        return self._lanes.submission_event()
+
+    def submit_device_to_host(
+        self, transfers: Sequence[L2Transfer], *, ready_events: Sequence[Event] = ()
+    ) -> TransferHandle:
+        """Write device rows back to host slots.
+
+        Parameters
+        ----------
+        transfers
+            One a pool.
+        ready_events
+            Events after which the rows are valid; on CUDA, with none, the caller's current stream as it is now.
+
+        Returns
+        -------
+        TransferHandle
+            Its ``device_released`` and ``host_ready``, its error.
+        """
+        after = self._ready(ready_events) if self.guards.write_follows_compute else []
+        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0)
+        if self.synchronous:
+            return self._submit(handle, (), after)
+        uses: list[Use] = []
+        others: list[tuple[Use, tuple[Access, ...]]] = []
+        for transfer in transfers:
+            device = Use(Place(transfer.name, Side.DEVICE), Access.READ, transfer.device_granules())
+            host = Use(Place(transfer.name, Side.HOST), Access.WRITE, transfer.host_granules())
+            uses += [device, host]
+            others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
+            if self.guards.refill_follows_read:
+                others.append((host, (Access.READ,)))
+        return self._submit(handle, uses, [*after, *self.events_of_users(others)])
+
+    def submit_host_to_device(
+        self, transfers: Sequence[L2Transfer], *, layers: int, ready_events: Sequence[Event] = ()
+    ) -> TransferHandle:
+        """Load host slots into device rows, layer by layer.
+
+        Parameters
+        ----------
+        transfers
+            One a pool.
+        layers
+            Model layers; the handle has an event for each.
+        ready_events
+            Events after which the rows may be overwritten; on CUDA the caller's current stream counts as well.
+        """
+        after: list[Event] = []
+        if self.guards.load_follows_compute:
+            submitted = self.submission_event()
+            after = [*ready_events, *([submitted] if submitted is not None else [])]
+        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers)
+        if self.synchronous:
+            return self._submit(handle, (), after)
+        uses: list[Use] = []
+        others: list[tuple[Use, tuple[Access, ...]]] = []
+        for transfer in transfers:
+            device = Use(Place(transfer.name, Side.DEVICE), Access.WRITE, transfer.device_granules())
+            host = Use(Place(transfer.name, Side.HOST), Access.READ, transfer.host_granules())
+            uses += [device, host]
+            others.append((device, (Access.READ, Access.WRITE)))
+            if self.guards.read_follows_write:
+                others.append((host, (Access.WRITE,)))
+        return self._submit(handle, uses, [*after, *self.events_of_users(others)])
+
+    def events_of_users(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> list[Event]:
+        """Events after which none of the pages is used any more in those ways by what is in flight now."""
+        events: dict[int, Event] = {}
+        for use, accesses in uses:
+            for owner in self.in_flight.users(use, accesses):
+                event = owner.device_released if use.place.side is Side.DEVICE else owner.host_ready
+                if not event.query():
+                    events[id(event)] = event
+        return list(events.values())
+
+    def reap(self) -> None:
+        """Let the slots of everything that is done go."""
+        for owner in self.in_flight.owners():
+            if owner.done:
+                self.in_flight.remove(owner)
+
+    def idle_pages(self, place: Place, pages: Granules) -> PendingPages:
+        """Split pages by whether something in flight uses them."""
+        self.reap()
+        busy = self.in_flight.busy(place, pages)
+        if not busy.any():
+            return PendingPages(pages, pages[:0])
+        return PendingPages(pages[~busy], pages[busy])
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Block until what is in flight now is done; False when ``timeout`` seconds pass first."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for owner in self.in_flight.owners():
+            for event in (owner.device_released, owner.host_ready):
+                if deadline is None:
+                    event.synchronize()
+                elif not wait_until_done(event, max(0.0, deadline - time.monotonic())):
+                    return False
+        self.reap()
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Stop both lanes; what has not started ends with an error. Tell whether they stopped in time."""
+        return self._lanes.close(timeout)
+
+    def _ready(self, ready_events: Sequence[Event]) -> list[Event]:
+        if ready_events:
+            return list(ready_events)
+        submitted = self.submission_event()
+        return [] if submitted is None else [submitted]
+
+    def _handle(self, direction: Direction, transfers: Sequence[L2Transfer], layers: int) -> TransferHandle:
+        lanes = self._lanes
+        device = lanes.device_to_host_device if direction is Direction.DEVICE_TO_HOST else lanes.host_to_device_device
+        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards)
+
+    def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
+        lanes = self._lanes
+        lane = lanes.device_to_host if handle.direction is Direction.DEVICE_TO_HOST else lanes.host_to_device
+        if not uses:
+            lane.submit(handle, after)
+            return handle
+        self.in_flight.add(handle, uses)
+        try:
+            lane.submit(handle, after)
+        except BaseException:
+            self.in_flight.remove(handle)
+            raise
+        return handle
