@@ -1,0 +1,79 @@
+"""Calibration where there is no GPU: what is kept on disk, and what happens when it cannot be."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache_kernels import calibrate
+from hicache_kernels.planner import CPU, H200
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
+    monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "_known", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU (80 GB)")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return torch.device("cuda", 0)
+
+
+def test_constants_survive_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "constants.json"
+    calibrate.write_constants(path, H200)
+    assert calibrate.read_constants(path) == H200
+    assert [p.name for p in path.parent.iterdir()] == ["constants.json"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"source": 1}'])
+def test_a_damaged_file_is_no_calibration(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "constants.json"
+    assert calibrate.read_constants(path) is None
+    path.write_text(damage)
+    assert calibrate.read_constants(path) is None
+
+
+def test_figures_that_make_no_sense_are_no_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "constants.json"
+    fields = dataclasses.asdict(H200)
+    fields["load"]["copy_bytes_per_second"] = 0
+    path.write_text(json.dumps(fields))
+    assert calibrate.read_constants(path) is None
+
+
+def test_a_device_is_measured_once_and_then_read(fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dataclasses.replace(H200, source="measured", launch_seconds=7e-6)
+    calls = []
+    monkeypatch.setattr(calibrate, "measure", lambda device: calls.append(device) or measured)
+    assert calibrate.device_constants(fake_gpu) == measured
+    assert calibrate.device_constants(fake_gpu) == measured
+    calibrate._known.clear()
+    assert calibrate.device_constants(fake_gpu) == measured
+    assert calls == [fake_gpu]
+    assert calibrate.cache_path(fake_gpu).name.startswith("Some-GPU-80-GB-")
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    monkeypatch.setattr(calibrate, "measure", lambda _: H200)
+    assert calibrate.device_constants(fake_gpu) == H200
+
+
+def test_a_device_that_cannot_be_measured_gets_the_defaults_and_a_warning(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: torch.device) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibrate, "measure", fail)
+    assert calibrate.device_constants(fake_gpu) is H200
+    assert not calibrate.cache_path(fake_gpu).exists()
+    assert "out of memory" in caplog.text
+
+
+def test_the_cpu_has_fixed_constants() -> None:
+    assert calibrate.device_constants("cpu") is CPU
