@@ -141,9 +141,11 @@ def covers(device_type: str, built: Sequence[str], wanted: Sequence[str]) -> boo
 
 
 def include_flags(spec: ModuleSpec) -> list[str]:
-    """Include paths: the project's own, tvm-ffi's and dlpack's."""
-    directories = [*map(str, spec.include_dirs), find_include_path(), find_dlpack_include_path()]
-    return [f"-I{directory}" for directory in dict.fromkeys(directories)]
+    """Include paths: the project's own, and as system headers, whose warnings are not ours, tvm-ffi's and dlpack's."""
+    ours = [f"-I{directory}" for directory in spec.include_dirs]
+    return ours + [
+        f"-isystem{directory}" for directory in dict.fromkeys([find_include_path(), find_dlpack_include_path()])
+    ]
 
 
 def compile_command(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[str]:

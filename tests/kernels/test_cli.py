@@ -1,0 +1,108 @@
+"""The command line: builds what was asked for, shows what is there, and says in one line what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.conftest import needs
+from typer.testing import CliRunner
+
+from hicache_kernels.ahead import group_archs
+from hicache_kernels.build import read_record
+from hicache_kernels.cli import app
+from hicache_kernels.compilers import BuildError, find_compiler
+from hicache_kernels.spec import module_specs
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    for variable in ("HICACHE_KERNELS_PREBUILT", "TVM_FFI_CUDA_ARCH_LIST", "TVM_FFI_ROCM_ARCH_LIST"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "400")
+    return CliRunner()
+
+
+def test_build_makes_a_library_that_info_then_finds(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        find_compiler("cpu")
+    except BuildError as error:
+        needs(False, str(error))
+    out = tmp_path / "out"
+    result = runner.invoke(app, ["build", "--arch", "cpu", "--module", "main", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert f"HICACHE_KERNELS_PREBUILT={out}" in result.output
+    record = read_record(out / "main-cpu.so")
+    assert record is not None
+    assert record.source_key == module_specs()[0].source_key()
+    monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(out))
+    found = json.loads(runner.invoke(app, ["info", "--json"]).output)
+    states = {(m["name"], m["device_type"]): m for m in found["modules"]}
+    assert states["main", "cpu"]["state"] == "prebuilt"
+    assert states["main", "cpu"]["detail"] == str(out / "main-cpu.so")
+    assert states["staged", "cpu"]["state"] == "to build"
+    assert "missing or damaged" in states["staged", "cpu"]["note"]
+
+
+def test_info_names_everything_a_build_depends_on(runner: CliRunner, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["info"])
+    assert result.exit_code == 0, result.output
+    for word in ("torch", "tvm-ffi", str(tmp_path / "cache"), "compilers", "main", "staged", "rocm"):
+        assert word in result.output
+
+
+def test_info_without_compilers_gives_the_reasons(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path / "file" / "cache"))
+    found = json.loads(runner.invoke(app, ["info", "--json"]).output)
+    states = {(m["name"], m["device_type"]): m for m in found["modules"]}
+    assert states["main", "cpu"]["state"] == "unavailable"
+    assert states["main", "cpu"]["detail"] == "no g++ found (looked at CXX, PATH)"
+    assert not found["cache"]["writable"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--arch", "cpu,vax"], "arch is 'vax'; it must be 'cpu', or look like 'sm_90' or 'gfx90a'"),
+        (["--arch", ","], "arch is empty"),
+        (["--arch", "cpu", "--module", "third"], "module is 'third'; it must be one of main, staged"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(
+    runner: CliRunner, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    result = runner.invoke(app, ["build", *arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert complaint in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_output_directory_that_cannot_be_made_is_exit_code_2(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = runner.invoke(app, ["build", "--arch", "cpu", "--out", str(tmp_path / "file" / "out")])
+    assert result.exit_code == 2
+    assert f"cannot write to {tmp_path / 'file' / 'out'}" in result.output
+
+
+def test_build_without_a_compiler_names_it_and_exits_1(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    result = runner.invoke(app, ["build", "--arch", "cpu", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "main-cpu: no g++ found" in result.output
+    assert "staged-cpu: no g++ found" in result.output
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_architectures_of_one_device_type_share_a_library() -> None:
+    groups = group_archs(["sm_90", "gfx942", "sm_80", "gfx90a", "sm_80"])
+    assert groups == {"cuda": ("sm_80", "sm_90"), "rocm": ("gfx90a", "gfx942")}
