@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.pool_transfer import PoolName, PoolTransfer
 
 from .agreement import Agreement
 from .events import COMPLETED, Event
 from .host_slots import HostSlots
-from .in_flight import Access, InFlight, Place, Side, Use, page_granules
+from .in_flight import Access, Place, Side, Use, page_granules
+from .indices import check_indices, device_slots
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
 from .metrics import Metrics
-from .operations import Ack, CacheOperation, OperationCancelledError, StorageAck
+from .operation_queue import OperationQueue, StartedOperation
+from .operations import Ack, CacheOperation, StorageAck
 from .storage_link import StorageLink, StorageSettings
 from .storage_worker import PrefetchOperation, StorageBackend
-from .transfer_engine import Direction, Guards, L2Transfer, L2TransferEngine, TransferHandle
-
-logger = logging.getLogger(__name__)
-
-
-class _Started(NamedTuple):
-    """A submitted operation; without a handle its submission failed, and ``error`` says why."""
-
-    operation: CacheOperation
-    handle: TransferHandle | None
-    error: BaseException | None
-    consumer: int
+from .transfer_engine import Guards, L2Transfer, L2TransferEngine, TransferHandle
 
 
 class HiCacheController:
@@ -104,7 +92,9 @@ class HiCacheController:
             _device_of(host_group.anchor_entry), synchronous=synchronous, metrics=self.metrics, guards=guards
         )
         self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
-        self._host_slots = HostSlots(host_group, self._users_of_host, guards=self.engine.guards, metrics=self.metrics)
+        self._host_slots = HostSlots(
+            host_group, self._users_of_host, self._any_in_flight, guards=self.engine.guards, metrics=self.metrics
+        )
         self.storage = StorageLink(
             self.engine,
             self.agreement,
@@ -112,16 +102,11 @@ class HiCacheController:
             synchronous=synchronous,
         )
         self._lock = threading.RLock()
-        self._queued: InFlight[CacheOperation] = InFlight()
-        self._write_queue: list[CacheOperation] = []
-        self._load_queue: list[CacheOperation] = []
-        self._writes: deque[_Started] = deque()
-        self._loads: deque[_Started] = deque()
-        self._acked_writes: list[Ack] = []
-        self._acked_loads: list[Ack] = []
+        self._writes = OperationQueue(self._submit_write, self._give_back_write, self._finished, self.agreement)
+        self._loads = OperationQueue(self._submit_load, self._give_back_load, self._finished, self.agreement)
         self._closed = False
-        self.metrics.gauge("write_queue_operations", lambda: len(self._write_queue) + len(self._writes))
-        self.metrics.gauge("load_queue_operations", lambda: len(self._load_queue) + len(self._loads))
+        self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
+        self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
 
     # Pools
 
@@ -197,11 +182,8 @@ class HiCacheController:
         """
         self._check_open()
         with self._lock:
-            started = self._start(self._write_queue, Direction.DEVICE_TO_HOST)
-            if started is None:
-                return None
-            self._writes.append(started)
-            return _pending_ack(started)
+            started = self._writes.start()
+            return None if started is None else started.ack(started.operation.node_ids, started.submit_error)
 
     def poll_writes(self, wait: bool = False) -> list[Ack]:
         """Return the acks of the writes that are done, in the order they were started.
@@ -212,7 +194,9 @@ class HiCacheController:
             Block until at least one is done, where any was started.
         """
         with self._lock:
-            return [*_taken(self._acked_writes), *self._poll(self._writes, wait and not self._closed)]
+            acks = self._writes.poll(wait)
+            self._host_slots.reap()
+            return acks
 
     # Loads
 
@@ -255,33 +239,30 @@ class HiCacheController:
         """
         self._check_open()
         with self._lock:
-            for operation in self._load_queue:
+            for operation in self._loads.waiting:
                 # A write of these slots that only waits to be started has to go first.
-                self._start_writes_of(self._host_uses(operation, Access.READ))
-            started = self._start(self._load_queue, Direction.HOST_TO_DEVICE)
+                self._start_writes_of(self._uses(operation, Side.HOST, Access.READ))
+            started = self._loads.start()
             if started is None:
                 return NOTHING_TO_WAIT_FOR
             handle = started.handle
-            events: Sequence[Event] = (
-                handle.layer_events if handle is not None else (COMPLETED,) * self.layer_done_counter.layers
-            )
-            consumer = self.layer_done_counter.register(
-                events, lambda: started.error if handle is None else handle.error
-            )
-            self._loads.append(started._replace(consumer=consumer))
-            return consumer
+            events: Sequence[Event] = (COMPLETED,) * self._plan.layers if handle is None else handle.layer_events
+            started.consumer = self.layer_done_counter.register(events, started.error)
+            return started.consumer
 
     def poll_loads(self, wait: bool = False) -> list[Ack]:
         """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
         with self._lock:
-            return [*_taken(self._acked_loads), *self._poll(self._loads, wait and not self._closed)]
+            acks = self._loads.poll(wait)
+            self._host_slots.reap()
+            return acks
 
     # Cancel and evict
 
     def cancel_write(self, node_id: int) -> bool:
         """Cancel the node's writes, queued or running; see :meth:`cancel_load`."""
         with self._lock:
-            return self._cancel(node_id, self._write_queue, self._writes)
+            return self._writes.cancel(node_id)
 
     def cancel_load(self, node_id: int) -> bool:
         """Cancel the node's loads, queued or running: no ack will name it, and the device slots go back.
@@ -294,7 +275,7 @@ class HiCacheController:
             Whether there was any.
         """
         with self._lock:
-            return self._cancel(node_id, self._load_queue, self._loads)
+            return self._loads.cancel(node_id)
 
     def evict_device(self, device_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
         """Give device slots of a pool (by default the anchor) back, behind the transfers that use them.
@@ -457,13 +438,12 @@ class HiCacheController:
         self._check_open()
         with self._lock:
             self.storage.drain()
-            self._cancel_queued()
             self.engine.drain()
-            while self._writes or self._loads:
-                self._poll(self._writes, True)
-                self._give_device_back(self._poll_operations(self._loads, True))
-            self._acked_writes.clear()
-            self._acked_loads.clear()
+            for queue in (self._writes, self._loads):
+                queue.cancel_waiting()
+                queue.cancel_started()
+                queue.keep_acks()
+                queue.forget_acks()
             self.storage.forget()
             self.layer_done_counter.reset()
             self._host_slots.forget()
@@ -482,18 +462,21 @@ class HiCacheController:
                 return True
             self._closed = True
             stopped = self.storage.close(timeout)
-            self._cancel_queued()
+            for queue in (self._writes, self._loads):
+                queue.cancel_waiting()
             stopped = self.engine.drain(timeout) and stopped
             stopped = self.engine.close(timeout) and stopped
-            # Slots of what failed go back now, not at a poll that may never come.
-            self._acked_writes += self._poll(self._writes, False)
-            self._acked_loads += self._poll(self._loads, False)
+            for queue in (self._writes, self._loads):
+                # Slots of what failed go back now, not at a poll that may never come.
+                queue.keep_acks()
+            self._host_slots.reap()
             return stopped
 
     def check_integrity(self) -> None:
         """Check that the books of slots in flight are right; RuntimeError names the fault."""
         self.engine.in_flight.check_integrity()
-        self._queued.check_integrity()
+        self._writes.waiting_uses.check_integrity()
+        self._loads.waiting_uses.check_integrity()
         self._host_slots.check_integrity()
 
     # Inside
@@ -536,7 +519,10 @@ class HiCacheController:
                 tuple(pool_transfers),
                 () if event is None else (event,),
             )
-            self._queue(operation, self._write_queue, Access.READ, Access.WRITE)
+            self._writes.add(
+                operation,
+                [*self._uses(operation, Side.DEVICE, Access.READ), *self._uses(operation, Side.HOST, Access.WRITE)],
+            )
             return host_indices
 
     def _load(
@@ -567,7 +553,10 @@ class HiCacheController:
                 tuple(pool_transfers),
                 () if ready_event is None else (ready_event,),
             )
-            self._queue(operation, self._load_queue, Access.WRITE, Access.READ)
+            self._loads.add(
+                operation,
+                [*self._uses(operation, Side.DEVICE, Access.WRITE), *self._uses(operation, Side.HOST, Access.READ)],
+            )
             return device_indices
 
     def _resolve_host(
@@ -582,13 +571,6 @@ class HiCacheController:
         """Take the device slots of further pools; False, with nothing taken, where one has no room."""
         return True
 
-    def _queue(
-        self, operation: CacheOperation, queue: list[CacheOperation], device_access: Access, host_access: Access
-    ) -> None:
-        uses = [*self._device_uses(operation, device_access), *self._host_uses(operation, host_access)]
-        self._queued.add(operation, uses)
-        queue.append(operation)
-
     def _transfers(self, operation: CacheOperation, *, load: bool) -> list[L2Transfer]:
         return list(
             self._plan.transfers(
@@ -600,13 +582,8 @@ class HiCacheController:
             )
         )
 
-    def _device_uses(self, operation: CacheOperation, access: Access) -> list[Use]:
-        transfers = self._transfers(operation, load=False)
-        return [Use(Place(each.name, Side.DEVICE), access, each.device_granules()) for each in transfers]
-
-    def _host_uses(self, operation: CacheOperation, access: Access) -> list[Use]:
-        transfers = self._transfers(operation, load=False)
-        return [Use(Place(each.name, Side.HOST), access, each.host_granules()) for each in transfers]
+    def _uses(self, operation: CacheOperation, side: Side, access: Access) -> list[Use]:
+        return [transfer.use(side, access) for transfer in self._transfers(operation, load=False)]
 
     def _anchor_host_use(self, host_indices: torch.Tensor, access: Access) -> Use:
         name = str(self.host_group.anchor_entry.name)
@@ -616,17 +593,24 @@ class HiCacheController:
         """Tell for each page whether anything queued or submitted uses it."""
         granules = use.granules if use.granules is not None else np.empty(0, dtype=np.int64)
         self.engine.reap()
-        return self.engine.in_flight.busy(use.place, granules) | self._queued.busy(use.place, granules)
+        busy = self.engine.in_flight.busy(use.place, granules)
+        for queue in (self._writes, self._loads):
+            if queue.waiting:
+                busy |= queue.waiting_uses.busy(use.place, granules)
+        return busy
+
+    def _any_in_flight(self) -> bool:
+        return bool(self.engine.in_flight or self._writes.waiting or self._loads.waiting)
 
     def _start_writes_of(self, uses: Iterable[Use]) -> None:
-        if self._write_queue and any(self._queued.users(use, (Access.WRITE,)) for use in uses):
+        if self._writes.waiting and any(self._writes.waiting_uses.users(use, (Access.WRITE,)) for use in uses):
             self.start_writing()
 
     def _check_no_queued_load(self, entry: PoolEntry, device_indices: torch.Tensor) -> None:
-        if not self._load_queue:
+        if not self._loads.waiting:
             return
         use = Use(Place(str(entry.name), Side.DEVICE), Access.READ, page_granules(device_indices, self.page_size))
-        users = self._queued.users(use, (Access.WRITE,))
+        users = self._loads.waiting_uses.users(use, (Access.WRITE,))
         if users:
             raise RuntimeError(
                 f"device_indices are those of a load of node {users[0].node_ids[0]} that was not started; "
@@ -647,171 +631,44 @@ class HiCacheController:
             )
         self._host_slots.check_owned(entry, host_indices)
 
-    def _start(self, queue: list[CacheOperation], direction: Direction) -> _Started | None:
-        if not queue:
-            return None
-        operation = CacheOperation.merge_ops(queue)
-        for part in queue:
-            self._queued.remove(part)
-        queue.clear()
-        try:
-            transfers = self._transfers(operation, load=direction is Direction.HOST_TO_DEVICE)
-            if direction is Direction.DEVICE_TO_HOST:
-                handle = self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
-            else:
-                handle = self.engine.submit_host_to_device(
-                    transfers, layers=self._plan.layers, ready_events=operation.ready_events
-                )
-        except Exception as error:
-            logger.debug("submitting a transfer failed", exc_info=True)
-            return _Started(operation, None, error, NOTHING_TO_WAIT_FOR)
-        return _Started(operation, handle, None, NOTHING_TO_WAIT_FOR)
+    def _submit_write(self, operation: CacheOperation) -> TransferHandle:
+        transfers = self._transfers(operation, load=False)
+        return self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
 
-    def _poll(self, started: deque[_Started], wait: bool) -> list[Ack]:
-        acks = []
-        for operation, ack in self._poll_operations(started, wait):
-            if ack.node_ids or not operation.node_ids:
-                acks.append(ack)
-        return acks
+    def _submit_load(self, operation: CacheOperation) -> TransferHandle:
+        transfers = self._transfers(operation, load=True)
+        return self.engine.submit_host_to_device(
+            transfers, layers=self._plan.layers, ready_events=operation.ready_events
+        )
 
-    def _poll_operations(self, started: deque[_Started], wait: bool) -> list[tuple[CacheOperation, Ack]]:
-        """Take what is done out of ``started``, in order, and let its slots go where they have to."""
-        if not started:
-            self._host_slots.reap()
-            return []
-        if wait:
-            _wait(started[0])
-        done = 0
-        while done < len(started) and _done(started[done]):
-            done += 1
-        errors = [_error(each) for each in list(started)[:done]]
-        if self.agreement.needed and not self._closed:
-            done = self.agreement.smallest([done])[0]
-            for each in list(started)[:done]:
-                _wait(each)
-            errors = [_error(each) for each in list(started)[:done]]
-            fine = self.agreement.smallest([int(error is None) for error in errors]) if done else []
-            errors = [
-                error if error is not None or ok else RuntimeError("the transfer failed on another rank")
-                for error, ok in zip(errors, fine, strict=True)
-            ]
-        finished = []
-        for error in errors[:done]:
-            finished.append(self._finish(started.popleft(), error, writes=started is self._writes))
-        self._host_slots.reap()
-        return finished
-
-    def _finish(self, started: _Started, error: BaseException | None, *, writes: bool) -> tuple[CacheOperation, Ack]:
-        operation, handle = started.operation, started.handle
-        if handle is not None:
-            self.engine.in_flight.remove(handle)
+    def _finished(self, started: StartedOperation) -> None:
+        if started.handle is not None:
+            self.engine.in_flight.remove(started.handle)
         self.layer_done_counter.forget(started.consumer)
-        kept = [part for part in operation.parts if not part.cancelled]
-        for part in operation.parts:
-            if error is not None or part.cancelled:
-                self._give_back(part, writes=writes)
-        pending = _pending_ack(started)
-        node_ids = tuple(node_id for part in kept for node_id in part.node_ids)
-        return operation, pending._replace(node_ids=node_ids, error=error)
 
-    def _give_back(self, operation: CacheOperation, *, writes: bool) -> None:
-        """Return the slots that were taken for an operation that does not count."""
-        anchor = self.host_group.anchor_entry
-        if writes:
-            self._host_slots.give_back(anchor, operation.host_indices)
-        else:
-            self.host_group.free_device(operation.device_indices)
+    def _give_back_write(self, operation: CacheOperation) -> None:
+        """Return the host slots of a write that does not count."""
+        self._host_slots.give_back(self.host_group.anchor_entry, operation.host_indices)
 
-    def _give_device_back(self, finished: Sequence[tuple[CacheOperation, Ack]]) -> None:
-        for operation, ack in finished:
-            for part in operation.parts:
-                if ack.error is None and not part.cancelled:
-                    self._give_back(part, writes=False)
-
-    def _cancel(self, node_id: int, queue: list[CacheOperation], started: deque[_Started]) -> bool:
-        found = False
-        for operation in [each for each in queue if node_id in each.node_ids]:
-            queue.remove(operation)
-            self._queued.remove(operation)
-            self._give_back(operation, writes=queue is self._write_queue)
-            found = True
-        for each in started:
-            for part in each.operation.parts:
-                if node_id in part.node_ids and not part.cancelled:
-                    part.cancelled = found = True
-            if each.handle is not None and all(part.cancelled for part in each.operation.parts):
-                each.handle.cancel()
-        return found
-
-    def _cancel_queued(self) -> None:
-        for queue in (self._write_queue, self._load_queue):
-            for operation in list(queue):
-                for node_id in operation.node_ids:
-                    self._cancel(node_id, queue, deque())
+    def _give_back_load(self, operation: CacheOperation) -> None:
+        """Return the device slots of a load that does not count."""
+        self.host_group.free_device(operation.device_indices)
 
     def _evict_device(self, entry: PoolEntry, device_indices: torch.Tensor) -> int:
         if entry.device_free_fn is None:
             raise ValueError(f"entry {entry.name!s} has no device_free_fn, which giving device slots back needs")
         with self._lock:
-            self._check_no_queued_load(entry, device_indices)
-            place = Place(str(entry.name), Side.DEVICE)
-            use = Use(place, Access.WRITE, page_granules(device_indices, int(entry.host_pool.page_size)))
-            if self._write_queue and self._queued.users(use, (Access.READ,)):
-                self.start_writing()
-            for event in self.engine.events_of_users([(use, (Access.READ, Access.WRITE))]):
-                event.wait()
+            if self._any_in_flight():
+                self._check_no_queued_load(entry, device_indices)
+                place = Place(str(entry.name), Side.DEVICE)
+                use = Use(place, Access.WRITE, page_granules(device_indices, int(entry.host_pool.page_size)))
+                if self._writes.waiting and self._writes.waiting_uses.users(use, (Access.READ,)):
+                    self.start_writing()
+                for event in self.engine.events_of_users([(use, (Access.READ, Access.WRITE))]):
+                    event.wait()
             entry.device_free_fn(device_indices)
             return device_indices.numel()
 
 
-def _taken(acks: list[Ack]) -> list[Ack]:
-    taken = acks[:]
-    acks.clear()
-    return taken
-
-
-def _pending_ack(started: _Started) -> Ack:
-    if started.handle is None:
-        return Ack(started.operation.node_ids, COMPLETED, COMPLETED, started.error)
-    return Ack(started.operation.node_ids, started.handle.device_released, started.handle.host_ready)
-
-
-def _done(started: _Started) -> bool:
-    return started.handle is None or started.handle.done
-
-
-def _wait(started: _Started) -> None:
-    if started.handle is not None:
-        started.handle.host_ready.synchronize()
-        started.handle.device_released.synchronize()
-
-
-def _error(started: _Started) -> BaseException | None:
-    error = started.error if started.handle is None else started.handle.error
-    if isinstance(error, OperationCancelledError):
-        return error if not all(part.cancelled for part in started.operation.parts) else None
-    return error
-
-
 def _device_of(entry: PoolEntry) -> torch.device:
     return torch.device("cpu") if entry.device_pool is None else torch.device(entry.device_pool.device)
-
-
-def device_slots(entry: PoolEntry) -> int | None:
-    """Slots that device indices may name; None where that is not known."""
-    return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
-
-
-def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int | None) -> None:
-    """Raise ValueError unless these are whole pages in range, as far as can be told without waiting for a device."""
-    if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}; accepted is [n] of int64 or int32"
-        )
-    count = indices.numel()
-    if not count or count % page_size:
-        raise ValueError(f"{name} has {count} slots; accepted is a positive multiple of the page size {page_size}")
-    if indices.device.type == "cpu":
-        low, high = (int(each) for each in torch.aminmax(indices))
-        if low < 0 or (slots is not None and high >= slots):
-            raise ValueError(f"{name} runs from {low} to {high}; accepted is 0..{'' if slots is None else slots - 1}")

@@ -23,8 +23,8 @@ class HostSlots:
     ----------
     group
         The pools.
-    busy
-        Tells for each page of a use whether something uses it.
+    busy, any_in_flight
+        Tell for each page of a use whether something uses it, and whether anything uses any page.
     guards
         ``refill_follows_read`` off frees at once.
     metrics
@@ -37,12 +37,14 @@ class HostSlots:
         self,
         group: HostPoolGroup,
         busy: Callable[[Use], npt.NDArray[np.bool_]],
+        any_in_flight: Callable[[], bool],
         *,
         guards: Guards,
         metrics: Metrics,
     ) -> None:
         self._group = group
         self._busy = busy
+        self._any_in_flight = any_in_flight
         self._guards = guards
         self._metrics = metrics
         self._waiting: dict[str, Granules] = {}
@@ -67,6 +69,8 @@ class HostSlots:
 
     def evict(self, entry: PoolEntry, host_indices: torch.Tensor) -> int:
         """Free slots of whole pages, or let them wait; returns how many are free now."""
+        if not self._waiting and not self._any_in_flight():
+            return int(entry.host_pool.free(host_indices))
         pages = _whole_pages(entry, host_indices)
         self.check_owned(entry, host_indices)
         busy = self._busy_pages(entry, pages)

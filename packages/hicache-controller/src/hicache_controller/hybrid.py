@@ -11,8 +11,9 @@ import torch
 from hicache_pools.group import HostPoolGroup
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
-from .controller import HiCacheController, check_indices, device_slots
+from .controller import HiCacheController
 from .events import Event
+from .indices import check_indices, device_slots
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
 from .transfer_engine import L2Transfer
@@ -205,16 +206,20 @@ class HybridCacheController(HiCacheController):
             )
         return transfers
 
-    def _give_back(self, operation: CacheOperation, *, writes: bool) -> None:
-        super()._give_back(operation, writes=writes)
+    def _give_back_write(self, operation: CacheOperation) -> None:
+        super()._give_back_write(operation)
         for transfer in operation.pool_transfers:
-            entry = self.host_group.get_entry(transfer.name)
-            owned = transfer.indices_from_pool is None
-            if writes and transfer.host_from_group and transfer.host_indices is not None:
-                if owned:
-                    self._host_slots.give_back(entry, transfer.host_indices)
+            indices = transfer.host_indices
+            if transfer.host_from_group and indices is not None:
                 transfer.host_indices, transfer.host_from_group = None, False
-            if not writes and transfer.device_from_group and transfer.device_indices is not None:
-                if owned:
-                    self.host_group.free_device(transfer.device_indices, transfer.name)
+                if transfer.indices_from_pool is None:
+                    self._host_slots.give_back(self.host_group.get_entry(transfer.name), indices)
+
+    def _give_back_load(self, operation: CacheOperation) -> None:
+        super()._give_back_load(operation)
+        for transfer in operation.pool_transfers:
+            indices = transfer.device_indices
+            if transfer.device_from_group and indices is not None:
                 transfer.device_indices, transfer.device_from_group = None, False
+                if transfer.indices_from_pool is None:
+                    self.host_group.free_device(indices, transfer.name)

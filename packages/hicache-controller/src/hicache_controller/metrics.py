@@ -34,7 +34,7 @@ class HistogramSnapshot(NamedTuple):
     sum: float
 
     @property
-    def count(self) -> int:
+    def observations(self) -> int:
         """Number of observations."""
         return sum(self.counts)
 

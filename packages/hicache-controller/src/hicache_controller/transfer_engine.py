@@ -94,6 +94,11 @@ class L2Transfer:
         """Pages of the host side."""
         return page_granules(self.host_indices, int(self.host_pool.page_size))
 
+    def use(self, side: Side, access: Access) -> Use:
+        """Describe what it does with its slots on one side."""
+        granules = self.device_granules() if side is Side.DEVICE else self.host_granules()
+        return Use(Place(self.name, side), access, granules)
+
     def write_back(self) -> TransferResult:
         """Queue or do the copy of every layer to the host."""
         result: TransferResult = self.host_pool.backup_from_device_all_layer(
@@ -323,8 +328,8 @@ class L2TransferEngine:
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
-            device = Use(Place(transfer.name, Side.DEVICE), Access.READ, transfer.device_granules())
-            host = Use(Place(transfer.name, Side.HOST), Access.WRITE, transfer.host_granules())
+            device = transfer.use(Side.DEVICE, Access.READ)
+            host = transfer.use(Side.HOST, Access.WRITE)
             uses += [device, host]
             others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
             if self.guards.refill_follows_read:
@@ -355,8 +360,8 @@ class L2TransferEngine:
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
-            device = Use(Place(transfer.name, Side.DEVICE), Access.WRITE, transfer.device_granules())
-            host = Use(Place(transfer.name, Side.HOST), Access.READ, transfer.host_granules())
+            device = transfer.use(Side.DEVICE, Access.WRITE)
+            host = transfer.use(Side.HOST, Access.READ)
             uses += [device, host]
             others.append((device, (Access.READ, Access.WRITE)))
             if self.guards.read_follows_write:

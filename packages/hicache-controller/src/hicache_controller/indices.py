@@ -1,0 +1,28 @@
+"""Checks of slot indices at the controller's boundary."""
+
+from __future__ import annotations
+
+import torch
+
+from hicache_pools.device_pools.base import DevicePool
+from hicache_pools.group import PoolEntry
+
+
+def device_slots(entry: PoolEntry) -> int | None:
+    """Slots that device indices of a pool may name; None where that is not known."""
+    return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
+
+
+def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int | None) -> None:
+    """Raise ValueError unless these are whole pages in range, as far as can be told without waiting for a device."""
+    if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}; accepted is [n] of int64 or int32"
+        )
+    count = indices.numel()
+    if not count or count % page_size:
+        raise ValueError(f"{name} has {count} slots; accepted is a positive multiple of the page size {page_size}")
+    if indices.device.type == "cpu":
+        low, high = (int(each) for each in torch.aminmax(indices))
+        if low < 0 or (slots is not None and high >= slots):
+            raise ValueError(f"{name} runs from {low} to {high}; accepted is 0..{'' if slots is None else slots - 1}")

@@ -1,0 +1,202 @@
+"""OperationQueue: the writes, or the loads, of a controller from the call that queues them to their acks."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .agreement import Agreement
+from .events import COMPLETED
+from .in_flight import InFlight, Use
+from .operations import Ack, CacheOperation, OperationCancelledError
+from .transfer_engine import TransferHandle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class StartedOperation:
+    """An operation, merged where several were queued, that was submitted.
+
+    Attributes
+    ----------
+    operation
+        What moves.
+    handle
+        Its transfer; None where submitting failed.
+    submit_error
+        Why it did.
+    consumer
+        Id in the layer counter, for loads.
+    """
+
+    operation: CacheOperation
+    handle: TransferHandle | None
+    submit_error: BaseException | None = None
+    consumer: int = -1
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it moves any more."""
+        return self.handle is None or self.handle.done
+
+    def wait(self) -> None:
+        """Block until :attr:`done`."""
+        if self.handle is not None:
+            self.handle.host_ready.synchronize()
+            self.handle.device_released.synchronize()
+
+    def error(self) -> BaseException | None:
+        """Why it failed; final once :attr:`done`. An operation all of which was cancelled has not failed."""
+        error = self.submit_error if self.handle is None else self.handle.error
+        cancelled = all(part.cancelled for part in self.operation.parts)
+        return None if cancelled and isinstance(error, OperationCancelledError) else error
+
+    def ack(self, node_ids: tuple[int, ...], error: BaseException | None) -> Ack:
+        """Make its ack."""
+        if self.handle is None:
+            return Ack(node_ids, COMPLETED, COMPLETED, error)
+        return Ack(node_ids, self.handle.device_released, self.handle.host_ready, error)
+
+
+class OperationQueue:
+    """Operations of one direction: waiting to be started, started, and done.
+
+    Parameters
+    ----------
+    submit
+        Starts a merged operation.
+    give_back
+        Returns the slots that were taken for an operation that failed or was cancelled.
+    finished
+        Called for each operation that is taken out, once its slots are not in flight any more.
+    agreement
+        Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one.
+
+    Invariant: an operation is in ``waiting_uses`` exactly while it is in ``waiting``.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[CacheOperation], TransferHandle],
+        give_back: Callable[[CacheOperation], None],
+        finished: Callable[[StartedOperation], None],
+        agreement: Agreement,
+    ) -> None:
+        self._submit = submit
+        self._give_back = give_back
+        self._finished = finished
+        self._agreement = agreement
+        self.waiting: list[CacheOperation] = []
+        self.waiting_uses: InFlight[CacheOperation] = InFlight()
+        self.started: deque[StartedOperation] = deque()
+        self._acks: list[Ack] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.started)
+
+    def add(self, operation: CacheOperation, uses: Iterable[Use]) -> None:
+        """Let an operation wait to be started."""
+        self.waiting_uses.add(operation, uses)
+        self.waiting.append(operation)
+
+    def start(self) -> StartedOperation | None:
+        """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
+        if not self.waiting:
+            return None
+        operation = CacheOperation.merge_ops(self.waiting)
+        for part in self.waiting:
+            self.waiting_uses.remove(part)
+        self.waiting.clear()
+        try:
+            started = StartedOperation(operation, self._submit(operation))
+        except Exception as error:
+            logger.debug("submitting a transfer failed", exc_info=True)
+            started = StartedOperation(operation, None, error)
+        self.started.append(started)
+        return started
+
+    def poll(self, wait: bool) -> list[Ack]:
+        """Take out what is done, in order, after waiting for the first where ``wait`` says so; return their acks."""
+        acks, self._acks = self._acks, []
+        if not self.started:
+            return acks
+        if wait and not acks:
+            self.started[0].wait()
+        return acks + [self._finish(*outcome) for outcome in self._outcomes() if self._counts(outcome[0])]
+
+    def keep_acks(self) -> None:
+        """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
+        while self.started and self.started[0].done:
+            started = self.started.popleft()
+            ack = self._finish(started, started.error())
+            if self._counts(started):
+                self._acks.append(ack)
+
+    def cancel(self, node_id: int) -> bool:
+        """Cancel a node's operations; tell whether there were any. Slots of started ones go back when they are done."""
+        found = False
+        for operation in [each for each in self.waiting if node_id in each.node_ids]:
+            self._withdraw(operation)
+            found = True
+        for started in self.started:
+            for part in started.operation.parts:
+                if node_id in part.node_ids and not part.cancelled:
+                    part.cancelled = found = True
+            if started.handle is not None and all(part.cancelled for part in started.operation.parts):
+                started.handle.cancel()
+        return found
+
+    def cancel_waiting(self) -> None:
+        """Cancel everything that was not started."""
+        for operation in list(self.waiting):
+            self._withdraw(operation)
+
+    def cancel_started(self) -> None:
+        """Cancel everything that was started."""
+        for started in self.started:
+            for part in started.operation.parts:
+                part.cancelled = True
+            if started.handle is not None:
+                started.handle.cancel()
+
+    def forget_acks(self) -> None:
+        """Drop the acks that are kept."""
+        self._acks.clear()
+
+    def _withdraw(self, operation: CacheOperation) -> None:
+        self.waiting.remove(operation)
+        self.waiting_uses.remove(operation)
+        self._give_back(operation)
+
+    def _outcomes(self) -> list[tuple[StartedOperation, BaseException | None]]:
+        """Take out what is done on every rank, with an error where it failed on one."""
+        done = 0
+        while done < len(self.started) and self.started[done].done:
+            done += 1
+        if not self._agreement.needed:
+            taken = [self.started.popleft() for _ in range(done)]
+            return [(started, started.error()) for started in taken]
+        done = self._agreement.smallest([done])[0]
+        taken = [self.started.popleft() for _ in range(done)]
+        fine = self._agreement.smallest([int(started.error() is None) for started in taken]) if taken else []
+        return [
+            (started, started.error() or (None if ok else RuntimeError("the transfer failed on another rank")))
+            for started, ok in zip(taken, fine, strict=True)
+        ]
+
+    def _finish(self, started: StartedOperation, error: BaseException | None) -> Ack:
+        self._finished(started)
+        parts: Sequence[CacheOperation] = started.operation.parts
+        for part in parts:
+            if error is not None or part.cancelled:
+                self._give_back(part)
+        node_ids = tuple(node_id for part in parts if not part.cancelled for node_id in part.node_ids)
+        return started.ack(node_ids, error)
+
+    @staticmethod
+    def _counts(started: StartedOperation) -> bool:
+        """Whether anybody waits for its ack."""
+        return not all(part.cancelled for part in started.operation.parts)
