@@ -53,7 +53,7 @@ def measure(way: str, nbytes: int, page_bytes: int, chunk_bytes: int, threads: i
         result: dict[str, Any] = {"pinned": tensor.is_pinned(), "gb_per_s": copy_bandwidth(tensor)}
         start = time.perf_counter()
         del tensor
-        torch._C._host_emptyCache()  # type: ignore[attr-defined]
+        torch._C._host_emptyCache()
     else:
         buffer = allocate_host_buffer(
             nbytes, page_bytes=page_bytes, chunk_bytes=chunk_bytes, huge_pages=way, threads=threads
