@@ -143,9 +143,8 @@ def covers(device_type: str, built: Sequence[str], wanted: Sequence[str]) -> boo
 def include_flags(spec: ModuleSpec) -> list[str]:
     """Include paths: the project's own, and as system headers, whose warnings are not ours, tvm-ffi's and dlpack's."""
     ours = [f"-I{directory}" for directory in spec.include_dirs]
-    return ours + [
-        f"-isystem{directory}" for directory in dict.fromkeys([find_include_path(), find_dlpack_include_path()])
-    ]
+    theirs = dict.fromkeys([find_include_path(), find_dlpack_include_path()])
+    return ours + [word for directory in theirs for word in ("-isystem", directory)]
 
 
 def compile_command(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[str]:
