@@ -492,7 +492,7 @@ class PlaneTransfer:
         return operation
 
     def _upload(self, name: str, indices: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """Bring indices where kernels read them; the allocators keep both ends alive until copy and kernels are done."""
+        """Bring indices where kernels read them; the allocators keep both ends alive until the work is done."""
         if stream is None:
             return indices
         capturing = torch.cuda.is_current_stream_capturing()
