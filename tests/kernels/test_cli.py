@@ -11,6 +11,7 @@ from hicache_kernels.ahead import group_archs
 from hicache_kernels.build import read_record
 from hicache_kernels.cli import app
 from hicache_kernels.compilers import BuildError, find_compiler
+from hicache_kernels.info import kernels_info
 from hicache_kernels.spec import module_specs
 
 
@@ -65,6 +66,25 @@ def test_info_without_compilers_gives_the_reasons(
     assert states["main", "cpu"]["state"] == "unavailable"
     assert states["main", "cpu"]["detail"] == "no g++ found (looked at CXX, PATH)"
     assert not found["cache"]["writable"]
+
+
+def test_loading_info_gives_the_compilers_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: CliRunner
+) -> None:
+    try:
+        find_compiler("cpu")
+    except BuildError as error:
+        needs(False, str(error))
+    (tmp_path / "csrc" / "main").mkdir(parents=True)
+    (tmp_path / "csrc" / "main" / "main.cc").write_text("#error no good\n")
+    found = kernels_info(module_specs(tmp_path / "csrc"), load=True)
+    states = {(m.name, m.device_type): m for m in found.modules}
+    assert states["main", "cpu"].state == "unavailable"
+    assert "no good" in states["main", "cpu"].detail
+    (tmp_path / "csrc" / "main" / "main.cc").write_text("")
+    states = {(m.name, m.device_type): m for m in kernels_info(module_specs(tmp_path / "csrc"), load=True).modules}
+    assert states["main", "cpu"].state == "loaded"
+    assert "built" in states["main", "cpu"].detail
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Command line of the kernels: build modules ahead of time, and see what is there."""
+"""Command line of the kernels: build modules ahead of time, see what is there, and measure it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .ahead import build_ahead, group_archs
+from .bench.cli import bench
 from .info import KernelsInfo, kernels_info
-from .probe import PREBUILT_VARIABLE, load_outcome
+from .probe import PREBUILT_VARIABLE
 from .spec import MODULE_NAMES, module_specs
 
 app = typer.Typer(
-    help="Compiled modules that move KV cache pages: build them, and see what is there.",
+    help="Compiled modules that move KV cache pages: build them, see what is there, and measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 console = Console()
 errors = Console(stderr=True)
+app.command()(bench)
 
 
 @app.command()
@@ -70,14 +72,11 @@ def build(
 
 @app.command()
 def info(
-    load: Annotated[bool, typer.Option("--load", help="Load every module first, building what is missing.")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Load every module, building what is missing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show versions, compilers, the build cache, and for each module what loading it would do and why."""
-    if load:
-        for spec in module_specs():
-            load_outcome(spec.name, spec.device_type)
-    found = kernels_info()
+    """Show versions, compilers, the build cache, and for each module what loading it would do (or did) and why."""
+    found = kernels_info(load=load)
     if as_json:
         console.print_json(json.dumps(dataclasses.asdict(found), default=str))
         return

@@ -1,7 +1,8 @@
-"""Says what this installation can load and why not more, without building anything."""
+"""Says what this installation can load and why not more, and builds only when asked to."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import tvm_ffi
 
 from .build import CACHE_VARIABLE, build_key, cache_directory, library_name, read_record, target_archs
 from .compilers import BuildError, compiler_name, find_compiler
-from .probe import PREBUILT_VARIABLE, check_prebuilt
+from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt
 from .spec import DEVICE_TYPES, ModuleSpec, module_specs
 
 
@@ -37,7 +38,7 @@ class ModuleState:
     name, device_type
         The spec's.
     state
-        ``"prebuilt"``, ``"cached"``, ``"to build"`` or ``"unavailable"``.
+        ``"prebuilt"``, ``"cached"``, ``"to build"``, ``"loaded"`` or ``"unavailable"``.
     detail
         The library, or the reason.
     note
@@ -141,14 +142,34 @@ def module_state(spec: ModuleSpec, cache: Path | None = None) -> ModuleState:
     return ModuleState(spec.name, spec.device_type, state, detail, note, source_key)
 
 
-def kernels_info(specs: Sequence[ModuleSpec] | None = None) -> KernelsInfo:
-    """Collect everything; never raises because something is missing."""
+def loaded_state(spec: ModuleSpec, loader: ModuleLoader) -> ModuleState:
+    """Load ``spec``, building it if need be, and say how that ended."""
+    outcome = loader.outcome(spec.name, spec.device_type)
+    if outcome.module is None:
+        return dataclasses.replace(module_state(spec), state="unavailable", detail=str(outcome.reason))
+    detail = f"{outcome.path} ({outcome.origin}, {outcome.seconds:.2f} s)"
+    return dataclasses.replace(module_state(spec), state="loaded", detail=detail)
+
+
+def kernels_info(specs: Sequence[ModuleSpec] | None = None, *, load: bool = False) -> KernelsInfo:
+    """Collect everything; never raises because something is missing.
+
+    Parameters
+    ----------
+    specs
+        Modules to look at; the package's own by default.
+    load
+        Load each, building what is missing, instead of saying what loading would do.
+    """
     memory = cache_directory()
+    chosen = module_specs() if specs is None else specs
+    loader = LOADER if specs is None else ModuleLoader(specs)
+    modules = [loaded_state(spec, loader) if load else module_state(spec) for spec in chosen]
     return KernelsInfo(
         versions=versions(),
         devices=devices(),
         cache=cache_state(),
         prebuilt=os.environ.get(PREBUILT_VARIABLE),
         compilers=tuple(compiler_state(device_type, memory) for device_type in DEVICE_TYPES),
-        modules=tuple(module_state(spec) for spec in (module_specs() if specs is None else specs)),
+        modules=tuple(modules),
     )

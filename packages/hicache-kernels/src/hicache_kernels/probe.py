@@ -227,7 +227,8 @@ def check_driver(toolkit_major: int | None) -> None:
         )
 
 
-_loader = ModuleLoader()
+LOADER = ModuleLoader()
+"""Loader of the package's own modules, one a process."""
 
 
 def load_module(name: str, device_type: str) -> tvm_ffi.Module | None:
@@ -240,14 +241,14 @@ def load_module(name: str, device_type: str) -> tvm_ffi.Module | None:
     device_type
         ``"cpu"``, ``"cuda"`` or ``"rocm"``; see :func:`hicache_kernels.spec.module_device_type`.
     """
-    return _loader.outcome(name, device_type).module
+    return LOADER.outcome(name, device_type).module
 
 
 def unavailable_reason(name: str, device_type: str) -> str | None:
     """Why :func:`load_module` gives None, in one sentence; None where it gives a module."""
-    return _loader.outcome(name, device_type).reason
+    return LOADER.outcome(name, device_type).reason
 
 
 def load_outcome(name: str, device_type: str) -> LoadOutcome:
     """Everything known about the attempt to load a module; makes it if there was none."""
-    return _loader.outcome(name, device_type)
+    return LOADER.outcome(name, device_type)
