@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -93,24 +94,30 @@ def _driver_version() -> str:
     return f"cuda{torch.version.cuda}-hip{torch.version.hip}"
 
 
+def constants_from_fields(fields: dict[str, Any]) -> DeviceConstants:
+    """Constants from what :func:`dataclasses.asdict` and JSON made of them.
+
+    Raises
+    ------
+    TypeError, KeyError, ValueError
+        Where a field is missing, unknown, or of another form.
+    """
+
+    def direction(name: str) -> DirectionConstants:
+        widths = tuple((int(width), float(share)) for width, share in fields[name]["width_efficiency"])
+        return DirectionConstants(**{**fields[name], "width_efficiency": widths})
+
+    return DeviceConstants(**{**fields, "write_back": direction("write_back"), "load": direction("load")})
+
+
 def read_constants(path: Path) -> DeviceConstants | None:
     """Constants kept in a file; None where it is missing, damaged or makes no sense."""
     try:
-        fields = json.loads(path.read_text())
-        directions = {
-            name: DirectionConstants(
-                **{
-                    **fields[name],
-                    "width_efficiency": tuple((int(w), float(e)) for w, e in fields[name]["width_efficiency"]),
-                }
-            )
-            for name in ("write_back", "load")
-        }
-        constants = DeviceConstants(**{**fields, **directions})
+        constants = constants_from_fields(json.loads(path.read_text()))
         numbers = [constants.launch_seconds, constants.relayout_bytes_per_second]
-        for direction in directions.values():
+        for direction in (constants.write_back, constants.load):
             numbers += [value for value in dataclasses.astuple(direction) if not isinstance(value, tuple)]
-            numbers += [efficiency for _, efficiency in direction.width_efficiency]
+            numbers += [share for _, share in direction.width_efficiency]
         return constants if all(number > 0 for number in numbers) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

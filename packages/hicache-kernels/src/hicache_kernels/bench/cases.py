@@ -1,0 +1,131 @@
+"""What is measured: shapes of pools, patterns of host pages, directions and policies, as plain values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..layout import HostLayout
+from ..staging import Direction
+
+
+class Pattern(StrEnum):
+    """How the host pages of an operation lie."""
+
+    RUN = "run"
+    """All neighbours: one long run."""
+    RUNS_OF_16 = "runs of 16"
+    """Runs of 16 neighbouring pages, scattered."""
+    SCATTERED = "scattered"
+    """No two pages neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows of a pool.
+
+    Attributes
+    ----------
+    row_bytes
+        Bytes of a row.
+    layers
+        Model layers.
+    planes
+        2 for K and V, 1 for a latent cache.
+    """
+
+    row_bytes: int
+    layers: int
+    planes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, all layers and planes."""
+        return self.row_bytes * self.layers * self.planes
+
+
+SHAPES = (Shape(2048, 32, 2), Shape(1024, 28, 2), Shape(256, 80, 2), Shape(1152, 61, 1))
+PAGE_SIZES = (1, 16, 64)
+LAYOUTS = (HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
+POLICIES = ("staged", "direct", "auto")
+DIRECT_ROWS = (128, 256, 576, 1024, 2048, 4096, 16384)
+MOST_CTAS = 8
+"""CTAs that the targets of the direct path allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operation that is measured.
+
+    Attributes
+    ----------
+    shape, page_size, layout
+        The pool.
+    pattern
+        Its host pages; device pages are always in random order.
+    direction, policy, block_quota
+        The transfer.
+    """
+
+    shape: Shape
+    page_size: int
+    layout: HostLayout
+    pattern: Pattern
+    direction: Direction
+    policy: str
+    block_quota: int | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.shape.slot_bytes * self.page_size
+
+    @property
+    def layer_page_bytes(self) -> int:
+        """One layer's share of a page."""
+        return self.page_bytes // self.shape.layers
+
+
+def grid(
+    shapes: Sequence[Shape] = SHAPES,
+    page_sizes: Sequence[int] = PAGE_SIZES,
+    layouts: Sequence[HostLayout] = LAYOUTS,
+    policies: Sequence[str] = POLICIES,
+) -> Iterator[Case]:
+    """Every shape, page size and layout, in a run and scattered, both directions, by every policy.
+
+    Loads of wide ``page_first_direct`` shares also come in runs of 16 pages. Cases of one pool follow each other.
+    """
+    for shape, page_size, layout in itertools.product(shapes, page_sizes, layouts):
+        for direction, pattern in itertools.product(Direction, Pattern):
+            first = Case(shape, page_size, layout, pattern, direction, policies[0])
+            if pattern is Pattern.RUNS_OF_16 and not _wide_load(first):
+                continue
+            for policy in policies:
+                yield Case(shape, page_size, layout, pattern, direction, policy)
+
+
+def _wide_load(case: Case) -> bool:
+    return (
+        case.direction is Direction.LOAD
+        and case.layout is HostLayout.PAGE_FIRST_DIRECT
+        and case.layer_page_bytes >= WIDE_SHARE_BYTES
+    )
+
+
+WIDE_SHARE_BYTES = 32 << 10
+"""From here on, 2-D copies of one layer's share of a page reach the full bandwidth."""
+
+
+def direct_grid(rows: Sequence[int] = DIRECT_ROWS) -> Iterator[Case]:
+    """Row sizes of the direct path, held to :data:`MOST_CTAS` CTAs, one page a slot, scattered."""
+    for row_bytes, direction in itertools.product(rows, Direction):
+        shape = Shape(row_bytes, max(2, min(64, (64 << 10) // row_bytes)), 2)
+        yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MOST_CTAS)
+
+
+def quick_grid() -> tuple[Case, ...]:
+    """Two shapes and two page sizes: enough to see whether a change did harm."""
+    return tuple(grid(SHAPES[:1] + SHAPES[3:], (1, 16), (HostLayout.PAGE_FIRST_DIRECT,)))

@@ -1,0 +1,191 @@
+"""Runs the whole benchmark and holds what it found, as values that become JSON and come back from it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import calibrate
+from ..layout import HostLayout
+from ..planner import DeviceConstants
+from ..probe import load_outcome
+from ..spec import MODULE_NAMES, module_device_type
+from ..staging import Direction, StagingRing
+from .cases import SHAPES, Case, Pattern, Shape
+from .interference import Disturbance, Duplex, disturbances, measure_duplex
+from .measure import Measurement, measure_case, plain_copy_seconds
+from .pool import BenchPool, Buffers
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """A case and what was measured."""
+
+    case: Case
+    measurement: Measurement
+
+
+@dataclass
+class Report:
+    """Everything one run of the benchmark found.
+
+    Attributes
+    ----------
+    environment
+        Device, versions, time.
+    plain_bytes_per_second
+        By direction: a plain copy of the whole buffer.
+    modules
+        By name: where the compiled module came from, and the seconds that took.
+    constants
+        What the planner went by.
+    cases
+        The bandwidth grid.
+    full_staging
+        A staged write-back with staging memory as large as the operation.
+    disturbances, duplex
+        Compute beside transfers; both directions at once. Empty and None on the CPU.
+    """
+
+    environment: dict[str, str]
+    plain_bytes_per_second: dict[str, float]
+    modules: dict[str, dict[str, Any]]
+    constants: DeviceConstants
+    cases: list[CaseResult] = field(default_factory=list)
+    full_staging: CaseResult | None = None
+    disturbances: list[Disturbance] = field(default_factory=list)
+    duplex: Duplex | None = None
+
+    def to_json(self) -> str:
+        """Serialise the report."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read a report that :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        fields["constants"] = calibrate.constants_from_fields(fields["constants"])
+        fields["cases"] = [_case_result(entry) for entry in fields["cases"]]
+        if fields["full_staging"] is not None:
+            fields["full_staging"] = _case_result(fields["full_staging"])
+        fields["disturbances"] = [
+            Disturbance(**{**entry, "direction": Direction(entry["direction"])}) for entry in fields["disturbances"]
+        ]
+        if fields["duplex"] is not None:
+            fields["duplex"] = Duplex(**fields["duplex"])
+        return cls(**fields)
+
+
+def _case_result(entry: dict[str, Any]) -> CaseResult:
+    case = entry["case"]
+    return CaseResult(
+        Case(
+            Shape(**case["shape"]),
+            case["page_size"],
+            HostLayout(case["layout"]),
+            Pattern(case["pattern"]),
+            Direction(case["direction"]),
+            case["policy"],
+            case["block_quota"],
+        ),
+        Measurement(**entry["measurement"]),
+    )
+
+
+def run_benchmark(
+    cases: Iterable[Case],
+    *,
+    device: torch.device | str,
+    size: int = 512 << 20,
+    repeats: int = 5,
+    constants: DeviceConstants | None = None,
+    interference: bool = True,
+    progress: Progress = lambda _: None,
+) -> Report:
+    """Measure cases over buffers of ``size`` bytes, then everything else where the device is a GPU.
+
+    Parameters
+    ----------
+    cases
+        Cases of one pool behind each other share it.
+    device
+        A GPU, or the CPU, where everything is one memory and only the grid is measured.
+    size
+        Bytes of an operation.
+    repeats
+        Measured repetitions of each.
+    constants
+        What the planner goes by; calibrated where None.
+    interference
+        Measure graphs beside transfers too.
+    progress
+        Called with what is measured next.
+    """
+    device = torch.device(device)
+    constants = calibrate.device_constants(device) if constants is None else constants
+    report = Report(_environment(device), {}, _modules(device), constants)
+    buffers = Buffers.allocate(size, device)
+    plain = {direction: plain_copy_seconds(buffers, direction, repeats=repeats) for direction in Direction}
+    report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
+    pool: tuple[tuple[object, ...], BenchPool] | None = None
+    for case in cases:
+        key = (case.shape, case.page_size, case.layout, case.pattern)
+        if pool is None or pool[0] != key:
+            progress(f"{case.shape.row_bytes} x {case.shape.layers}, pages of {case.page_size}, {case.layout.value}")
+            pool = (key, BenchPool.build(case, buffers, constants=constants))
+        measured = measure_case(case, pool[1], report.plain_bytes_per_second[case.direction.value], repeats=repeats)
+        report.cases.append(CaseResult(case, measured))
+    progress("staging as large as the operation")
+    report.full_staging = _full_staging(buffers, report, repeats)
+    if interference:
+        progress("graphs beside transfers")
+        report.disturbances = list(disturbances(buffers, plain, repeats=repeats))
+    del pool, buffers
+    if device.type != "cpu":
+        progress("both directions at once")
+        report.duplex = measure_duplex(Buffers.allocate(2 * size, device), repeats=repeats)
+    return report
+
+
+def _full_staging(buffers: Buffers, report: Report, repeats: int) -> CaseResult | None:
+    case = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
+    if buffers.size < case.page_bytes:
+        return None
+    # Half of a ring belongs to each direction; a page more, because the last buffer is not full.
+    ring = StagingRing(buffers.device, budget_bytes=2 * (buffers.size + (64 << 20)))
+    pool = BenchPool.build(case, buffers, ring=ring)
+    rate = report.plain_bytes_per_second[case.direction.value]
+    return CaseResult(case, measure_case(case, pool, rate, repeats=repeats))
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    gpu = device.type != "cpu"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _modules(device: torch.device) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in MODULE_NAMES:
+        outcome = load_outcome(name, module_device_type(device))
+        found[name] = {"origin": outcome.origin, "seconds": outcome.seconds, "reason": outcome.reason}
+    return found
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.to_json() + "\n")

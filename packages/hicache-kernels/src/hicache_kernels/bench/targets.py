@@ -1,0 +1,224 @@
+"""The project's speed targets, held against a report: pure, so that the judgement can be tested without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..layout import HostLayout
+from ..staging import Direction
+from .cases import MOST_CTAS, WIDE_SHARE_BYTES, Case, Pattern
+from .measure import Measurement
+from .report import CaseResult, Report
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One target and the worst figure found for it.
+
+    Attributes
+    ----------
+    what
+        What is asked.
+    limit, at_least
+        The bound, and whether figures must lie above it.
+    worst
+        The figure farthest on the wrong side; None where nothing was measured.
+    where
+        Where it was found.
+    missed, of
+        How many of the figures miss the limit.
+    """
+
+    what: str
+    limit: float
+    at_least: bool
+    worst: float | None
+    where: str
+    missed: int
+    of: int
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether every figure is within the limit; None where there is none."""
+        return None if self.worst is None else self.missed == 0
+
+
+def describe(case: Case) -> str:
+    """Name a case in a few words."""
+    quota = "" if case.block_quota is None else f", at most {case.block_quota} CTAs"
+    return (
+        f"{case.shape.row_bytes} x {case.shape.layers} x {case.shape.planes}, page {case.page_size} "
+        f"({case.page_bytes >> 10} KiB), {case.layout.value}, {case.pattern.value}, {case.direction.value}, "
+        f"{case.policy}{quota}"
+    )
+
+
+def _target(what: str, limit: float, figures: Iterable[tuple[float, str]], *, at_least: bool = True) -> Target:
+    found = sorted(figures, reverse=not at_least)
+    missed = [figure for figure, _ in found if (figure < limit if at_least else figure > limit)]
+    worst, where = found[0] if found else (None, "not measured")
+    return Target(what, limit, at_least, worst, where, len(missed), len(found))
+
+
+def _figures(
+    results: Iterable[CaseResult], wanted: Callable[[Case], bool], figure: Callable[[Case, Measurement], float]
+) -> Iterator[tuple[float, str]]:
+    for result in results:
+        if result.measurement.path != "none" and wanted(result.case):
+            yield figure(result.case, result.measurement), describe(result.case)
+
+
+def _ratio(_: Case, measurement: Measurement) -> float:
+    return measurement.ratio
+
+
+def _submit_milliseconds(_: Case, measurement: Measurement) -> float:
+    return measurement.submit_seconds * 1e3
+
+
+def evaluate_targets(report: Report) -> tuple[Target, ...]:
+    """Hold a report against the targets, in the order of the project's table."""
+    cases = report.cases
+
+    def write_back(policy: str, pattern: Pattern, least: int = 0, most: int = 1 << 62) -> Callable[[Case], bool]:
+        return lambda case: (
+            case.direction is Direction.WRITE_BACK
+            and case.policy == policy
+            and case.pattern is pattern
+            and case.block_quota is None
+            and least <= case.page_bytes < most
+        )
+
+    def wide_load(pattern: Pattern) -> Callable[[Case], bool]:
+        return lambda case: _is_wide(case) and case.policy == "staged" and case.pattern is pattern
+
+    def other_load(case: Case) -> bool:
+        covered = _is_wide(case) and case.pattern is not Pattern.SCATTERED
+        return case.direction is Direction.LOAD and case.policy == "auto" and not covered
+
+    def direct(direction: Direction) -> Callable[[Case], bool]:
+        return lambda case: case.direction is direction and case.policy == "direct" and case.block_quota == MOST_CTAS
+
+    def first_layer(case: Case, measurement: Measurement) -> float:
+        return measurement.first_layer_share * case.shape.layers
+
+    run, runs, scattered = Pattern.RUN, Pattern.RUNS_OF_16, Pattern.SCATTERED
+    full = [] if report.full_staging is None else [report.full_staging]
+    staged = [d for d in report.disturbances if d.policy == "staged"]
+    return (
+        _target("staged write-back, runs: bandwidth", 0.98, _figures(cases, write_back("staged", run), _ratio)),
+        _target(
+            "staged write-back, runs: caller busy, ms",
+            0.5,
+            _figures(cases, write_back("staged", run), _submit_milliseconds),
+            at_least=False,
+        ),
+        _target(
+            "staged write-back, scattered pages from 1 MB: bandwidth",
+            0.92,
+            _figures(cases, write_back("staged", scattered, MIB), _ratio),
+        ),
+        _target(
+            "staged write-back, scattered pages from 1 MB: caller busy, ms",
+            2.0,
+            _figures(cases, write_back("staged", scattered, MIB), _submit_milliseconds),
+            at_least=False,
+        ),
+        _target(
+            "auto write-back, scattered pages of 20 to 1000 KB: bandwidth",
+            0.92,
+            _figures(cases, write_back("auto", scattered, 20_000, MIB), _ratio),
+        ),
+        _target(
+            "device slots released, staging as large as the operation: share of the time",
+            0.05,
+            _figures(full, lambda _: True, lambda _, measurement: measurement.release_share),
+            at_least=False,
+        ),
+        _target("direct D2H, at most 8 CTAs: bandwidth", 0.93, _figures(cases, direct(Direction.WRITE_BACK), _ratio)),
+        _target("direct H2D, at most 8 CTAs: bandwidth", 0.91, _figures(cases, direct(Direction.LOAD), _ratio)),
+        _target("staged load-back, wide shares, run: bandwidth", 0.97, _figures(cases, wide_load(run), _ratio)),
+        _target("staged load-back, wide shares, runs of 16: bandwidth", 0.90, _figures(cases, wide_load(runs), _ratio)),
+        _target(
+            "staged load-back, wide shares, run: first layer, of the time of one",
+            1.5,
+            _figures(cases, wide_load(run), first_layer),
+            at_least=False,
+        ),
+        _target(
+            "staged load-back, wide shares, run: caller busy, ms",
+            1.0,
+            _figures(cases, wide_load(run), _submit_milliseconds),
+            at_least=False,
+        ),
+        _target(
+            "staged load-back, wide shares, runs of 16: caller busy, ms",
+            3.0,
+            _figures(cases, wide_load(runs), _submit_milliseconds),
+            at_least=False,
+        ),
+        _target(
+            "auto load-back, everything else, layer by layer: bandwidth", 0.88, _figures(cases, other_load, _ratio)
+        ),
+        _target(
+            "both directions at once, staged, runs: of two plain copies",
+            0.95,
+            [] if report.duplex is None else [(report.duplex.ratio, "both directions")],
+        ),
+        _target(
+            "graph beside a staged transfer: of its time alone",
+            1.03,
+            [(d.slowdown, f"{d.workload}, {d.direction.value}") for d in staged],
+            at_least=False,
+        ),
+        auto_target(cases),
+        _target(
+            "warm load of a module, s",
+            0.5,
+            [(m["seconds"], name) for name, m in report.modules.items() if m["origin"] in ("cache", "prebuilt")],
+            at_least=False,
+        ),
+        _target(
+            "cold build of both modules, s",
+            60.0,
+            _cold_build(report),
+            at_least=False,
+        ),
+    )
+
+
+def _is_wide(case: Case) -> bool:
+    return (
+        case.direction is Direction.LOAD
+        and case.layout is HostLayout.PAGE_FIRST_DIRECT
+        and case.layer_page_bytes >= WIDE_SHARE_BYTES
+    )
+
+
+def _cold_build(report: Report) -> list[tuple[float, str]]:
+    built = [module["seconds"] for module in report.modules.values() if module["origin"] == "built"]
+    return [(sum(built), "one after the other")] if len(built) == len(report.modules) else []
+
+
+def auto_target(cases: Iterable[CaseResult]) -> Target:
+    """Judge the planner: the share of the grid on which auto is within 5% of the better of staged and direct."""
+    by_pool: dict[object, dict[str, CaseResult]] = {}
+    for result in cases:
+        case = result.case
+        if result.measurement.path != "none" and case.block_quota is None:
+            key = (case.shape, case.page_size, case.layout, case.pattern, case.direction)
+            by_pool.setdefault(key, {})[case.policy] = result
+    shares = []
+    for results in by_pool.values():
+        if {"auto", "staged", "direct"} <= results.keys():
+            best = max(results[policy].measurement.ratio for policy in ("staged", "direct"))
+            shares.append((results["auto"].measurement.ratio / best, describe(results["auto"].case)))
+    what, limit = "auto within 5% of the better path: share of the grid", 0.95
+    if not shares:
+        return Target(what, limit, True, None, "not measured", 0, 0)
+    near = sum(share >= 0.95 for share, _ in shares) / len(shares)
+    worst_share, where = min(shares)
+    return Target(what, limit, True, near, f"worst {worst_share:.3f}: {where}", int(near < limit), 1)
