@@ -1,5 +1,6 @@
 """Host memory for hierarchical KV caches: extent allocation, host pools for every attention kind, and pool groups."""
 
+from .build_group import PoolSpec, build_host_pool_group, layer_mapper
 from .device_pools import (
     BufferForm,
     DeepSeekV4PagedPool,
@@ -13,12 +14,14 @@ from .device_pools import (
     component_from_tensors,
 )
 from .extents import ExtentAllocator, ExtentStats
-from .group import HostPoolGroup, PoolEntry
+from .group import HostPoolGroup
+from .host_memory import AllocatorType, HostBuffer, HugePages, allocate_host_buffer, attach_host_buffer
 from .host_pools import (
     ComponentGeometry,
     DeepSeekV4PagedHostPool,
     DeepSeekV4StateHostPool,
     DSAIndexerPoolHost,
+    HostMemoryOptions,
     HostPool,
     MambaPoolHost,
     MHATokenToKVPoolHost,
@@ -28,9 +31,13 @@ from .host_pools import (
     PoolGeometry,
     StateHostPool,
 )
+from .memory_budget import HostMemoryBudget, HostMemoryBudgetError
+from .packed_draft import unwrap_draft_pool
+from .pool_entry import PoolEntry
 from .pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
 __all__ = [
+    "AllocatorType",
     "BufferForm",
     "ComponentGeometry",
     "DSAIndexerPoolHost",
@@ -43,8 +50,13 @@ __all__ = [
     "DevicePool",
     "ExtentAllocator",
     "ExtentStats",
+    "HostBuffer",
+    "HostMemoryBudget",
+    "HostMemoryBudgetError",
+    "HostMemoryOptions",
     "HostPool",
     "HostPoolGroup",
+    "HugePages",
     "MHATokenToKVPool",
     "MHATokenToKVPoolHost",
     "MLATokenToKVPool",
@@ -57,7 +69,13 @@ __all__ = [
     "PoolGeometry",
     "PoolHitPolicy",
     "PoolName",
+    "PoolSpec",
     "PoolTransfer",
     "StateHostPool",
+    "allocate_host_buffer",
+    "attach_host_buffer",
+    "build_host_pool_group",
     "component_from_tensors",
+    "layer_mapper",
+    "unwrap_draft_pool",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import ClassVar, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from hicache_kernels import (
     TransferResult,
     host_strides,
 )
+from hicache_kernels.staging import StagingRing
 
 from ..device_pools import DevicePool
 from ..extents import ExtentAllocator
@@ -27,7 +30,10 @@ from ..packed_draft import append_draft_layers, unwrap_draft_pool
 from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
 from .indices import IndexRows
 from .memory_options import HostMemoryOptions, allocate_pool_buffer
+from .staging import policy_with, staging_of
 from .transfer_gate import TransferGate
+
+logger = logging.getLogger(__name__)
 
 IoBackend: TypeAlias = Literal["kernel", "direct"]
 
@@ -35,11 +41,9 @@ TRANSFER_POLICIES = (TransferPolicy.AUTO, TransferPolicy.STAGED, TransferPolicy.
 IO_BACKENDS = ("kernel", "direct")
 
 
-class WriteBackStaging(NamedTuple):
-    """What the device's staging ring offers a pool: pages at once, and why there are none where it is 0."""
-
-    pages: int
-    reason: str
+class _Options(TypedDict):
+    policy: TransferPolicy
+    block_quota: int | None
 
 
 class HostPool:
@@ -64,13 +68,16 @@ class HostPool:
     allocator_type
         ``"default"``, or another name :func:`hicache_pools.host_memory.allocate_host_buffer` knows.
     transfer_policy
-        ``"auto"`` (the planner decides), ``"staged"`` or ``"direct"``.
+        ``"auto"`` (the planner decides), ``"staged"`` or ``"direct"``; a path that is missing is as with ``"auto"``,
+        and the results say so.
     pages
         Exact number of pages, instead of ``host_to_device_ratio`` and ``host_size``.
     packed_draft_device_pools
         Device pools of draft models, bare or wrapped, whose layers follow the owner's in every slot.
     memory_options
         How to allocate and pin; the defaults with None.
+    staging_ring
+        Staging memory to use; the device's shared ring with None.
 
     Attributes
     ----------
@@ -93,7 +100,7 @@ class HostPool:
     can_use_write_back_jit
         Whether there is a staged write-back; ``capabilities().reason`` says why not.
     staging_page_capacity, staging_token_capacity
-        Pages and slots the staging ring takes at once; 0 without a staged write-back.
+        Pages and slots one staging buffer of a write-back takes; 0 without a staged write-back.
 
     Raises
     ------
@@ -125,6 +132,7 @@ class HostPool:
         pages: int | None = None,
         packed_draft_device_pools: Sequence[object] = (),
         memory_options: HostMemoryOptions | None = None,
+        staging_ring: StagingRing | None = None,
     ) -> None:
         if not isinstance(device_pool, self.device_pool_type):
             raise TypeError(
@@ -176,12 +184,13 @@ class HostPool:
                 Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
                 for c, s in zip(components, self._strides, strict=True)
             ],
-            policy=policy,
             boundaries=self._host_buffer.boundaries,
+            ring=staging_ring,
         )
         self._index_rows = IndexRows(
-            device_pool, size=self.size, page_size=page_size, slots_per_row=page_size // self.geometry.rows_per_page
+            device_pool, size=self.size, slots_per_row=page_size // self.geometry.rows_per_page
         )
+        self._policy = TransferPolicy(policy)
         self._init_write_back_staging_buffers()
 
     @classmethod
@@ -304,29 +313,46 @@ class HostPool:
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str = "kernel",
+        *,
+        layer_events: bool = False,
     ) -> TransferResult:
-        """Queue the copy of all layers of host slots to device slots, drafts included."""
+        """Queue the copy of all layers of host slots to device slots, drafts included.
+
+        With ``layer_events`` the result has an event for each layer, recorded once its device rows are filled. Other
+        parameters are those of :meth:`backup_from_device_all_layer`.
+        """
         self._check_owner(device_pool)
         options = self._options(io_backend)
         with self._gate.transfer():
             rows = self._index_rows.rows(host_indices, device_indices)
-            return self._gate.track(self.transfer.load(rows.host, rows.device, **options))
+            return self._gate.track(self.transfer.load(rows.host, rows.device, layer_events=layer_events, **options))
 
     def capabilities(self) -> Capabilities:
-        """Paths of ``auto``, what is available, and why not more."""
-        return self.transfer.capabilities()
+        """Return the paths one long run of pages takes, what is available, and why not more."""
+        self._gate.check_open()
+        return self._capabilities
 
     def _init_write_back_staging_buffers(self) -> None:
-        """Ask what the device's staging ring offers this pool, and set the flags to that."""
-        capabilities = self.transfer.capabilities()
-        self.can_use_jit = capabilities.direct
-        self.can_use_write_back_jit = capabilities.staged
-        self.staging_page_capacity = 0
-        self.staging_token_capacity = self.staging_page_capacity * self.page_size
+        """Take what the device's staging ring offers this pool, and set the flags and the policy to what there is."""
+        staging = staging_of(self.transfer)
+        self.staging_page_capacity = staging.pages
+        self.staging_token_capacity = staging.pages * self.page_size
+        self._operation_policy = policy_with(self._policy, staging.capabilities, out_of_memory=staging.out_of_memory)
+        self._copies_policy = TransferPolicy.REFERENCE if staging.out_of_memory else TransferPolicy.AUTO
+        self._capabilities = staging.capabilities
+        if self._operation_policy is not TransferPolicy.AUTO:
+            path = str(self._operation_policy)
+            self._capabilities = replace(staging.capabilities, path_write_back=path, path_load=path)
+        self.can_use_jit = staging.capabilities.direct
+        self.can_use_write_back_jit = staging.capabilities.staged
+        if not (self.can_use_jit and self.can_use_write_back_jit):
+            logger.info("%s: %s", type(self).__name__, staging.capabilities.reason)
 
-    def _options(self, io_backend: str) -> dict[str, Any]:
-        # A quota of no blocks leaves the planner the copy engines alone.
-        return {"block_quota": 0} if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct" else {}
+    def _options(self, io_backend: str) -> _Options:
+        if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
+            # A quota of no blocks leaves the planner the copy engines alone.
+            return {"policy": self._copies_policy, "block_quota": 0}
+        return {"policy": self._operation_policy, "block_quota": None}
 
     def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:

@@ -39,23 +39,25 @@ class _Answer(NamedTuple):
 class IndexRows:
     """Rows of one host pool's transfers. The last answer is kept, so that a load layer by layer makes it once.
 
+    Only what the kernels cannot see is checked here: virtual indices, and slots that share a row.
+
     Parameters
     ----------
     device_pool
         Its index range and translation.
-    size, page_size, slots_per_row
-        Of the host pool.
+    size, slots_per_row
+        Of the host pool, in slots.
     """
 
-    def __init__(self, device_pool: DevicePool, *, size: int, page_size: int, slots_per_row: int) -> None:
+    def __init__(self, device_pool: DevicePool, *, size: int, slots_per_row: int) -> None:
         self._pool = device_pool
+        self._device = device_pool.components[0].rows.device
         self._size = size
-        self._page_size = page_size
         self._slots_per_row = slots_per_row
         self._last: _Answer | None = None
 
     def rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> Rows:
-        """Check both sides and return their rows.
+        """Return the rows of both sides.
 
         Parameters
         ----------
@@ -65,29 +67,23 @@ class IndexRows:
 
         Raises
         ------
-        ValueError
-            Naming the argument. Device indices are checked for range where they are on CPU.
+        TypeError, ValueError, IndexError
+            Naming the argument. Indices on a device other than CPU are not read.
         """
         tensors = [host_indices, device_indices]
         if self._pool.index_translation is not None:
             tensors.append(self._pool.index_translation)
-        stream = current_stream(self._pool.components[0].rows.device)
+        stream = current_stream(self._device)
         keep = not any(tensor.is_inference() for tensor in tensors)
         last = self._last
         if keep and last is not None and last.answers(tensors, stream):
             return last.rows
-        for name, indices in (("host_indices", host_indices), ("device_indices", device_indices)):
-            if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-                raise ValueError(
-                    f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}; it must be [n] of int64 or "
-                    "int32"
-                )
-        if len(host_indices) != len(device_indices) or len(host_indices) % self._page_size:
-            raise ValueError(
-                f"host_indices has {len(host_indices)} and device_indices {len(device_indices)} slots; they must be as "
-                f"many, and a multiple of page_size {self._page_size}"
-            )
-        rows = Rows(self._host_rows(host_indices.cpu()), self._device_rows(device_indices))
+        _check_form("host_indices", host_indices)
+        _check_form("device_indices", device_indices)
+        rows = Rows(
+            self._one_a_row("host_indices", _on_cpu(host_indices), self._size),
+            self._one_a_row("device_indices", *self._slots(device_indices)),
+        )
         if keep:
             versions = tuple(tensor._version for tensor in tensors)
             self._last = _Answer(tuple(weakref.ref(tensor) for tensor in tensors), versions, stream, rows)
@@ -97,45 +93,47 @@ class IndexRows:
         """Drop the kept answer."""
         self._last = None
 
-    def _host_rows(self, indices: torch.Tensor) -> torch.Tensor:
-        pages = indices.view(-1, self._page_size)
-        first = pages[:, :1]
-        wrong = (first < 0) | (first >= self._size) | (first % self._page_size != 0)
-        if self._page_size > 1:
-            wrong = wrong | (pages != first + torch.arange(self._page_size)).any(dim=1, keepdim=True)
-        if bool(wrong.any()):
-            position = int(wrong.flatten().nonzero()[0])
-            raise ValueError(
-                f"host_indices[{position * self._page_size}] starts with {pages[position, :4].tolist()}; a page is the "
-                f"{self._page_size} slots from a multiple of page_size on, in order and below {self._size}"
-            )
-        return self._one_a_row(indices)
-
-    def _device_rows(self, indices: torch.Tensor) -> torch.Tensor:
-        if indices.device.type == "cpu":
-            _check_range("device_indices", indices, self._pool.index_size)
+    def _slots(self, indices: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Device slots, translated where the pool does, and how many there are."""
         table = self._pool.index_translation
-        if table is not None:
-            device = self._pool.components[0].rows.device
-            indices = table.to(device)[indices.to(device)]
-            if indices.device.type == "cpu":
-                _check_range("index_translation[device_indices]", indices, self._pool.size)
-        if indices.device.type == "cpu" and self._slots_per_row > 1:
-            groups = indices.view(-1, self._slots_per_row)
-            first = groups[:, :1]
-            wrong = (first % self._slots_per_row != 0) | (groups != first + torch.arange(self._slots_per_row)).any(
-                dim=1, keepdim=True
-            )
-            if bool(wrong.any()):
-                position = int(wrong.flatten().nonzero()[0])
-                raise ValueError(
-                    f"device_indices[{position * self._slots_per_row}] starts with {groups[position, :4].tolist()}; "
-                    f"the {self._slots_per_row} slots of a row must stay together and in order"
-                )
-        return self._one_a_row(indices)
+        if table is None:
+            return indices.contiguous(), self._pool.size
+        if indices.device.type == "cpu":
+            _check_range("device_indices", indices, table.numel())
+        return table.to(self._device)[indices.to(self._device)], self._pool.size
 
-    def _one_a_row(self, indices: torch.Tensor) -> torch.Tensor:
-        return indices if self._slots_per_row == 1 else indices[:: self._slots_per_row] // self._slots_per_row
+    def _one_a_row(self, name: str, indices: torch.Tensor, size: int) -> torch.Tensor:
+        slots = self._slots_per_row
+        if slots == 1:
+            return indices
+        if len(indices) % slots:
+            raise ValueError(f"{name} has {len(indices)} slots; it must be a multiple of the {slots} slots of a row")
+        if indices.device.type == "cpu":
+            _check_range(name, indices, size)
+            groups = indices.view(-1, slots)
+            first = groups[:, :1]
+            wrong = (first % slots != 0) | (groups != first + torch.arange(slots)).any(dim=1, keepdim=True)
+            if bool(wrong.any()):
+                number = int(wrong.flatten().nonzero()[0])
+                raise ValueError(
+                    f"{name}[{number * slots}:{(number + 1) * slots}] starts with {groups[number, :4].tolist()} and is "
+                    f"not one row: its {slots} slots must be neighbours, the first a multiple of {slots}"
+                )
+        return indices[::slots] // slots
+
+
+def _on_cpu(indices: torch.Tensor) -> torch.Tensor:
+    """Copy to CPU, which waits for the device; not while a graph is captured, where only the device may be read."""
+    if indices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return indices
+    return indices.cpu().contiguous()
+
+
+def _check_form(name: str, indices: torch.Tensor) -> None:
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
+    if indices.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(indices.shape)}; it must have one dimension")
 
 
 def _check_range(name: str, indices: torch.Tensor, size: int) -> None:
@@ -143,7 +141,7 @@ def _check_range(name: str, indices: torch.Tensor, size: int) -> None:
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= size:
-        raise ValueError(f"{name} has {low if low < 0 else high}; it must be from 0 to {size - 1}")
+        raise IndexError(f"{name} contains slot {low if low < 0 else high}; slots go from 0 to {size - 1}")
 
 
 def current_stream(device: torch.device) -> object:

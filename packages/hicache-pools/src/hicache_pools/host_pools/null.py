@@ -73,6 +73,8 @@ class NullPoolHost(HostPool):
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str = "kernel",
+        *,
+        layer_events: bool = False,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hicache_kernels import HostLayout, TransferPolicy
+from hicache_kernels.staging import StagingRing
 
 from ..device_pools import DevicePool
 from .base import HostPool
@@ -33,6 +34,7 @@ class StateHostPool(HostPool):
         pages: int | None = None,
         packed_draft_device_pools: Sequence[object] = (),
         memory_options: HostMemoryOptions | None = None,
+        staging_ring: StagingRing | None = None,
     ) -> None:
         super().__init__(
             device_pool,
@@ -47,4 +49,5 @@ class StateHostPool(HostPool):
             pages=pages,
             packed_draft_device_pools=packed_draft_device_pools,
             memory_options=memory_options,
+            staging_ring=staging_ring,
         )
