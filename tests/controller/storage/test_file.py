@@ -29,3 +29,233 @@ def test_pages_come_back_bit_for_bit(storage, fake_pool, new_keys, chain, parts)
     assert storage.batch_get(keys, pool.slots(target)) == [True] * 20
     assert [pool.read(p) for p in target] == contents
     assert [pool.read(p) for p in source] == contents
+
+
+def test_a_page_of_no_bytes_is_stored_by_its_name_alone(storage, fake_pool, new_keys):
+    pool = fake_pool(page_bytes=0)
+    storage.register_mem_pool_host(pool)
+    keys = new_keys(3)
+    assert storage.batch_set(keys, pool.slots(range(3))) == [True] * 3
+    assert storage.batch_get(keys + new_keys(1), pool.slots(range(4))) == [True, True, True, False]
+
+
+def test_pages_outlive_the_storage_that_wrote_them(tmp_path, fingerprint, fake_pool, new_keys, chain):
+    pool, keys = fake_pool(), new_keys(6)
+    contents = pool.fill(range(6))
+    with_open = FileStorage(tmp_path, fingerprint=fingerprint)
+    with_open.register_mem_pool_host(pool)
+    assert all(with_open.batch_set(keys, pool.slots(range(6)), parents=chain(keys)))
+    with_open.close()
+    with_open.close()
+
+    again, target = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool()
+    assert again.stats().pages == 6
+    again.register_mem_pool_host(target)
+    assert again.batch_get(keys, target.slots(range(6, 12))) == [True] * 6
+    assert [target.read(p) for p in range(6, 12)] == contents
+    again.check_integrity()
+    again.close()
+
+
+def test_pages_of_other_storages_on_the_directory_are_found(tmp_path, fingerprint, fake_pool, new_keys):
+    one, other = (FileStorage(tmp_path, fingerprint=fingerprint) for _ in range(2))
+    pool, keys = fake_pool(), new_keys(2)
+    contents = pool.fill(range(2))
+    one.register_mem_pool_host(pool)
+    other.register_mem_pool_host(pool)
+    one.batch_set(keys, pool.slots(range(2)))
+    assert other.batch_exists(keys) == 2
+    assert other.batch_get(keys, pool.slots([8, 9])) == [True, True]
+    assert [pool.read(8), pool.read(9)] == contents
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "org/other"},
+        {"revision": "abd"},
+        {"weights_hash": "1"},
+        {"tp_rank": 1},
+        {"tp_size": 4},
+        {"pp_size": 2},
+        {"extra": (("rope", "2"),)},
+    ],
+)
+def test_another_model_or_rank_never_sees_a_page(tmp_path, fake_pool, new_keys, change):
+    base = {"model": "org/model", "revision": "abc", "tp_size": 2}
+    pool, keys = fake_pool(), new_keys(1)
+    for fields, expected in ((base, 0), (base | change, 0), (base, 1)):
+        with_open = FileStorage(tmp_path, fingerprint=Fingerprint(**fields))
+        with_open.register_mem_pool_host(pool)
+        assert with_open.batch_exists(keys) == expected
+        assert with_open.batch_get(keys, pool.slots([0])) == [bool(expected)]
+        if not expected and fields == base:
+            with_open.batch_set(keys, pool.slots([0]))
+        with_open.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"layout": "page_first_direct"}, {"dtypes": ("int8",)}, {"layers": 4}, {"components": (("kv", 128),)}]
+)
+def test_another_format_of_the_same_size_never_loads(tmp_path, fingerprint, fake_pool, new_keys, change):
+    keys = new_keys(1)
+    for pool, expected in ((fake_pool(), 0), (fake_pool(**change), 0), (fake_pool(), 1)):
+        with_open = FileStorage(tmp_path, fingerprint=fingerprint)
+        with_open.register_mem_pool_host(pool)
+        assert with_open.batch_exists(keys) == expected
+        assert with_open.batch_get(keys, pool.slots([0])) == [bool(expected)]
+        if not change.keys() & vars(pool.geometry).keys() or not expected:
+            with_open.batch_set(keys, pool.slots([0]))
+        with_open.close()
+
+
+def test_files_are_0600_and_directories_0700(tmp_path, fingerprint, fake_pool, new_keys):
+    before = os.umask(0)
+    try:
+        with_open = FileStorage(tmp_path / "a", fingerprint=fingerprint)
+        pool = fake_pool()
+        with_open.register_mem_pool_host(pool)
+        with_open.batch_set(new_keys(3), pool.slots(range(3)))
+    finally:
+        os.umask(before)
+    modes = {}
+    for root, directories, files in os.walk(tmp_path / "a"):
+        modes |= {os.path.join(root, d): 0o700 for d in directories} | {os.path.join(root, f): 0o600 for f in files}
+    assert {path: stat.S_IMODE(os.stat(path).st_mode) for path in modes} == modes
+    with_open.close()
+
+
+@pytest.mark.parametrize("key", [b"../../../../etc/x", b"/", b"\x00", b"..", b"a/b\x00\n"])
+def test_keys_cannot_leave_the_directory(tmp_path, storage, fake_pool, key):
+    pool = fake_pool()
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill([0])
+    assert storage.batch_set([key], pool.slots([0])) == [True]
+    assert os.path.realpath(storage.page_path(key)).startswith(str(tmp_path / "cache" / "pages") + "/")
+    assert os.path.isfile(storage.page_path(key))
+    assert storage.batch_get([key], pool.slots([1])) == [True]
+    assert pool.read(1) == contents[0]
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize("name", ["", "../kv", "kv/x", "a" * 65, "kv\n", "k v"])
+def test_pool_names_that_could_leave_the_directory_are_refused(storage, fake_pool, name):
+    with pytest.raises(ValueError, match="name is"):
+        storage.register_mem_pool_host(fake_pool(), name)
+
+
+def test_nothing_but_pages_and_the_leftovers_of_dead_writers_is_removed(tmp_path, fingerprint, fake_pool, new_keys):
+    with_open = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=64 << 10)
+    pool = fake_pool()
+    with_open.register_mem_pool_host(pool)
+    shard = tmp_path / "pages" / "00"
+    mine = [tmp_path / "notes.txt", shard / "notes.txt", shard / ".hidden", tmp_path / "pages" / "x"]
+    for path in mine:
+        path.write_text("mine")
+    with_open.batch_set(new_keys(40), pool.slots(range(40)))
+    with_open.clear()
+    with_open.close()
+    FileStorage(tmp_path, fingerprint=fingerprint).close()
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_clear_removes_this_fingerprints_pages_only(tmp_path, fingerprint, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(4)
+    one = FileStorage(tmp_path, fingerprint=fingerprint)
+    other = FileStorage(tmp_path, fingerprint=Fingerprint(model="other", revision="1"))
+    for with_open in (one, other):
+        with_open.register_mem_pool_host(pool)
+        assert all(with_open.batch_set(keys, pool.slots(range(4))))
+    one.clear()
+    assert (one.batch_exists(keys), other.batch_exists(keys)) == (0, 4)
+    one.check_integrity()
+    one.close()
+    other.close()
+
+
+def test_capacity_is_that_of_the_whole_directory(tmp_path, fake_pool, new_keys, chain):
+    """Two ranks write alternately; neither knows of the other's pages until it looks."""
+    capacity = 1 << 20
+    pool = fake_pool(page_bytes=12 * 1024)
+    ranks = [
+        FileStorage(
+            tmp_path, fingerprint=Fingerprint("m", "1", tp_rank=rank, tp_size=2), capacity_bytes=capacity, threads=1
+        )
+        for rank in range(2)
+    ]
+    for with_open in ranks:
+        with_open.register_mem_pool_host(pool)
+    for _ in range(20):
+        for with_open in ranks:
+            keys = new_keys(5)
+            assert all(with_open.batch_set(keys, pool.slots(range(5)), parents=chain(keys)))
+            used = sum(
+                os.stat(os.path.join(root, name)).st_blocks * 512
+                for root, _, names in os.walk(tmp_path / "pages")
+                for name in names
+            )
+            assert used <= capacity
+    for with_open in ranks:
+        with_open.check_integrity()
+        assert with_open.stats().evicted
+        with_open.close()
+
+
+def test_the_pages_used_last_stay(tmp_path, fingerprint, fake_pool, new_keys):
+    """Room for ten pages of 4 KiB; four of them are read before five more come."""
+    with_open = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=10 * 4096)
+    pool = fake_pool()
+    with_open.register_mem_pool_host(pool)
+    keys = new_keys(10)
+    for key in keys:
+        with_open.batch_set([key], pool.slots([0]))
+    used = [0, 3, 4, 8]
+    for i in used:
+        assert with_open.batch_get([keys[i]], pool.slots([1])) == [True]
+    assert all(with_open.batch_set(new_keys(5), pool.slots(range(5))))
+    there = [i for i in range(10) if with_open.batch_exists([keys[i]])]
+    assert there == [0, 3, 4, 8, 9]
+    with_open.close()
+
+
+def test_a_chain_longer_than_the_capacity_keeps_its_head(tmp_path, fingerprint, fake_pool, new_keys, chain):
+    with_open = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=10 * 4096)
+    pool, keys = fake_pool(), new_keys(30)
+    with_open.register_mem_pool_host(pool)
+    stored = with_open.batch_set(keys, pool.slots(range(30)), parents=chain(keys))
+    assert stored == [True] * 10 + [False] * 20
+    assert with_open.batch_exists(keys) == 10
+    assert with_open.stats().no_room == 20
+    with_open.close()
+
+
+def test_a_page_whose_parent_is_not_stored_is_refused(storage, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    assert storage.batch_set(keys[1:], pool.slots([1, 2]), parents=keys[:2]) == [False, False]
+    assert storage.batch_exists([keys[1]]) == storage.batch_exists([keys[2]]) == 0
+    assert storage.batch_set(keys[:1], pool.slots([0]), parents=[None]) == [True]
+    assert storage.batch_set(keys[1:], pool.slots([1, 2]), parents=keys[:2]) == [True, True]
+    assert storage.stats().orphans == 2
+
+
+def test_a_page_that_is_there_is_not_written_again(storage, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(2)
+    storage.register_mem_pool_host(pool)
+    assert storage.batch_set(keys, pool.slots(range(2))) == [True, True]
+    before = [os.stat(storage.page_path(k)).st_ino for k in keys]
+    assert storage.batch_set(keys, pool.slots(range(2))) == [True, True]
+    assert [os.stat(storage.page_path(k)).st_ino for k in keys] == before
+    assert (storage.stats().stored, storage.stats().present) == (2, 2)
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_at_once(tmp_path, fingerprint):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file.*cannot be used as storage"):
+        FileStorage(tmp_path / "file", fingerprint=fingerprint)
+    for wrong in ({"capacity_bytes": 0}, {"threads": 0}):
+        with pytest.raises(ValueError, match=r"is 0; it must be positive"):
+            FileStorage(tmp_path / "new", fingerprint=fingerprint, **wrong)
+    assert not (tmp_path / "new").exists()

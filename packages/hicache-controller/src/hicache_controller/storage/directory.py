@@ -1,19 +1,18 @@
 """The directory of the file backend: who may be in it, where a page lies, and what is there.
 
-``pages/xx/`` hold one file a page and pool; ``tmp/<writer>/`` holds the files one process is writing, and ``live``,
-which that process keeps locked: a writer whose lock can be taken is dead, whatever its process id was, and only then
-are its files removed. ``lock``, entered through ``gate``, orders storing (shared) against evicting
-(exclusive), among threads and processes.
+``pages/xx/`` hold one file a page and pool, and beside them what is being written, under names that carry the writer's
+id. ``writers/`` has one file a process, which that process keeps locked: a writer whose lock can be taken is dead,
+whatever its process id was, and only what dead writers began is removed. ``lock``, entered through ``gate``, orders
+storing (shared) against evicting (exclusive), among threads and processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
-import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from .page_file import read_parent
 _BLOCK = 4096
 _LOCK_SECONDS = 10.0
 _NAME = re.compile(r"([0-9a-f]{2,64})-([0-9a-f]{16})-([A-Za-z0-9_]{1,64}-[0-9a-f]{8})")
+_TEMPORARY = re.compile(r"\.([0-9a-f]{32})-[0-9]+-[0-9]+")
 
 
 class StoredPart(NamedTuple):
@@ -42,7 +42,7 @@ def disk_bytes(size: int) -> int:
 
 
 class StorageDirectory:
-    """One process's place in a storage directory; making it creates what is missing and clears up after the dead.
+    """One process's place in a storage directory; making it creates what is missing.
 
     Raises
     ------
@@ -53,24 +53,18 @@ class StorageDirectory:
     def __init__(self, root: str) -> None:
         self.root = root
         self._pages = os.path.join(root, "pages")
-        self._tmp = os.path.join(root, "tmp")
+        self._writers = os.path.join(root, "writers")
         self._lock_path = os.path.join(root, "lock")
         self._gate_path = os.path.join(root, "gate")
-        for directory in (root, self._tmp, self._pages, *(self._shard(i) for i in range(256))):
+        for directory in (root, self._writers, self._pages, *(self._shard(i) for i in range(256))):
             os.makedirs(directory, mode=0o700, exist_ok=True)
-        self._writer = uuid.uuid4().hex
-        self._mine = os.path.join(self._tmp, self._writer)
-        self._count = 0
-        self._count_lock = threading.Lock()
-        with self.locked(exclusive=True):
-            self.remove_dead()
-            os.mkdir(self._mine, 0o700)
-            self._live = os.open(os.path.join(self._mine, "live"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._live, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._count = itertools.count()
+        self._writer, self._live = self._enter()
 
     def close(self) -> None:
-        """Leave: remove this process's temporary files. Nothing is raised where the directory is gone."""
-        shutil.rmtree(self._mine, ignore_errors=True)
+        """Leave; nothing is raised where the directory is gone."""
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(self._writers, self._writer))
         os.close(self._live)
 
     def page_path(self, page: bytes, part: str) -> str:
@@ -78,11 +72,9 @@ class StorageDirectory:
         name = page.hex()
         return f"{self._pages}/{name[-18:-16]}/{name[:-16]}-{name[-16:]}-{part}"
 
-    def temporary_path(self) -> str:
-        """Return a path that no other thread or process writes to."""
-        with self._count_lock:
-            self._count += 1
-            return f"{self._mine}/{os.getpid()}-{self._count}"
+    def temporary_path(self, path: str) -> str:
+        """Return a name beside ``path`` that no other thread or process writes to."""
+        return f"{os.path.dirname(path)}/.{self._writer}-{os.getpid()}-{next(self._count)}"
 
     @contextlib.contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
@@ -107,32 +99,25 @@ class StorageDirectory:
 
     def presence(self) -> tuple[int, int]:
         """Return the number of other writers (some may be dead), and a time that changes when one comes or goes."""
-        return len(os.listdir(self._tmp)) - 1, os.stat(self._tmp).st_mtime_ns
+        return len(os.listdir(self._writers)) - 1, os.stat(self._writers).st_mtime_ns
 
     def remove_dead(self) -> None:
-        """Remove what dead writers left; the exclusive lock is held."""
-        for name in os.listdir(self._tmp):
+        """Take the dead off the list of writers."""
+        for name in os.listdir(self._writers):
             if name == self._writer:
                 continue
-            path = os.path.join(self._tmp, name)
-            try:
-                live = os.open(os.path.join(path, "live"), os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:  # killed between making its directory and its lock, both under our lock
-                shutil.rmtree(path, ignore_errors=True)
-                continue
-            except OSError:
-                continue
-            try:
-                fcntl.flock(live, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(live)
+            path = os.path.join(self._writers, name)
+            with contextlib.suppress(OSError):  # another process removes it, or it lives and holds its lock
+                live = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(live, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
+                finally:
+                    os.close(live)
 
     def names(self) -> Iterator[tuple[str, bytes, str]]:
-        """Yield path, page and part of every file that has a page's name."""
+        """Yield path, page and part of every file that has a page's name, and remove what dead writers began."""
+        begun = []
         for shard in range(256):
             directory = self._shard(shard)
             with contextlib.suppress(FileNotFoundError):
@@ -140,6 +125,16 @@ class StorageDirectory:
                     match = _NAME.fullmatch(name)
                     if match and len(match[1]) % 2 == 0:
                         yield f"{directory}/{name}", bytes.fromhex(match[1] + match[2]), match[3]
+                    elif match := _TEMPORARY.fullmatch(name):
+                        begun.append((f"{directory}/{name}", match[1]))
+        if begun:
+            # Writers enter the list before they write: whose file was seen above and who is not listed now has left.
+            self.remove_dead()
+            listed = set(os.listdir(self._writers))
+            for path, writer in begun:
+                if writer not in listed:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
 
     def look(self, path: str, page: bytes, part: str) -> StoredPart | None:
         """Return what a file says about itself, or None where it is gone or not readable."""
@@ -151,6 +146,20 @@ class StorageDirectory:
         return StoredPart(
             page, part, disk_bytes(status.st_size), status.st_mtime_ns, None if parent is None else parent + page[-8:]
         )
+
+    def _enter(self) -> tuple[str, int]:
+        """Put a locked file on the list of writers; return its name and the descriptor that holds the lock."""
+        while True:
+            writer = uuid.uuid4().hex
+            new, path = (os.path.join(self._writers, prefix + writer) for prefix in (".", ""))
+            live = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                # It gets its name once it is locked; until then another process may take it for dead and remove it.
+                fcntl.flock(live, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(new, path)
+                return writer, live
+            except (BlockingIOError, FileNotFoundError):
+                os.close(live)
 
     def _shard(self, number: int) -> str:
         return f"{self._pages}/{number:02x}"

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20
 _CHUNK_PAGES = 256
 _SLICE_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
+_SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
 
@@ -178,7 +179,7 @@ class FileStorage(HiCacheStorage):
             self._count("skipped", len(keys))
             return [False] * len(keys)
         items = list(zip(keys, pages, strict=True))
-        outcomes = self._spread(lambda item: self._read(pool, *item), items, pool.page_bytes)
+        outcomes = self._spread(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096)
         with self._mutex:
             part = self._part(pool)
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
@@ -242,7 +243,7 @@ class FileStorage(HiCacheStorage):
 
     def _store_chunk(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> None:
         """Store pages of one chunk and mark them; a failure of the medium is raised once the rest is settled."""
-        todo = self._without_present(pool, size, jobs, stored)
+        todo = self._without_orphans(self._without_present(pool, size, jobs, stored))
         if not todo:
             return
         keep = {job.page for job in todo} | {job.parent for job in todo if job.parent is not None}
@@ -251,7 +252,8 @@ class FileStorage(HiCacheStorage):
             return
         try:
             with self._directory.locked(exclusive=False):
-                written = self._spread(lambda job: self._write(pool, job), todo, pool.page_bytes)
+                worth = pool.page_bytes if pool.page_bytes >= _SPREAD_WRITES else 0
+                written = self._spread(lambda job: self._write(pool, job), todo, worth)
                 failure = self._publish(pool, size, todo, written, stored)
         finally:
             with self._mutex:
@@ -278,8 +280,15 @@ class FileStorage(HiCacheStorage):
                 self._index.add(job.page, part, size, job.parent, job.tick)
         return todo
 
+    def _without_orphans(self, jobs: list[_Job]) -> list[_Job]:
+        """Refuse pages whose parent is not stored before room is made for them."""
+        known = {job.page for job in jobs}
+        kept = [job for job in jobs if job.parent is None or job.parent in known or self._is_stored(job.parent)]
+        self._count("orphans", len(jobs) - len(kept))
+        return kept
+
     def _write(self, pool: RegisteredPool, job: _Job) -> str | OSError:
-        path = self._directory.temporary_path()
+        path = self._directory.temporary_path(self._path(pool, job.page))
         parent = None if job.parent is None else job.parent[: -len(self._model)]
         views = pool.pool.page_memory(job.host_page) if pool.page_bytes else ()
         try:
@@ -324,7 +333,7 @@ class FileStorage(HiCacheStorage):
         return failure
 
     def _is_stored(self, page: bytes) -> bool:
-        """Whether any part of a page is on disk, from this process or another; the directory's lock is held."""
+        """Whether any part of a page is on disk, from this process or another; true until the lock is given back."""
         with self._mutex:
             entry = self._index.get(page)
             parts = [] if entry is None else [part for part, _ in entry.parts]
@@ -349,7 +358,6 @@ class FileStorage(HiCacheStorage):
                 return True
         with self._directory.locked(exclusive=True):
             if presence[0] > 0 or presence != self._presence:
-                self._directory.remove_dead()
                 self._scan()
                 limit = self._capacity - self._presence[0] * share
             spare = share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
@@ -383,6 +391,7 @@ class FileStorage(HiCacheStorage):
 
     def _scan(self) -> None:
         """Make the index agree with the directory: read what is new, drop what is gone."""
+        self._directory.remove_dead()
         presence = self._directory.presence()
         with self._mutex:
             gone = {(entry.key, part) for entry in self._index for part, _ in entry.parts}
@@ -440,7 +449,7 @@ class FileStorage(HiCacheStorage):
 
     def _spread(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
         """Do the work of all items, in as many threads as it is worth; results in order."""
-        slices = max(1, min(self._threads, len(items), len(items) * (item_bytes + 4096) // _SLICE_BYTES))
+        slices = max(1, min(self._threads, len(items), len(items) * item_bytes // _SLICE_BYTES))
         cuts = [len(items) * i // slices for i in range(slices + 1)]
 
         def some(start: int, stop: int) -> list[_Result]:
