@@ -162,7 +162,7 @@ def test_flipped_byte_in_l3_is_a_counted_miss(chats: list[TraceRequest], tmp_pat
         replay.run()
     flipped = 0
     for file in tmp_path.rglob("*"):
-        if file.is_file() and file.stat().st_size > replay.host_pool_bytes:
+        if file.is_file() and file.stat().st_size > replay.host_pool.page_bytes:
             data = bytearray(file.read_bytes())
             data[-1] ^= 1
             file.write_bytes(data)
@@ -171,7 +171,7 @@ def test_flipped_byte_in_l3_is_a_counted_miss(chats: list[TraceRequest], tmp_pat
     with Replay(chats, options) as replay:
         report = replay.run()
         assert replay.storage is not None
-        assert replay.storage.stats().checksum_failures > 0
+        assert replay.storage.stats().damaged > 0
     assert report.hits < report.blocks
 
 

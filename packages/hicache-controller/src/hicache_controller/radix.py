@@ -121,13 +121,14 @@ class Match:
         All page keys of the request.
     device_pages, host_pages
         Leading pages on the device, and further ones on the host.
-    node
-        Deepest matched node; its prefix stays in its tier.
+    device_node, node
+        Deepest matched node with a device part, and deepest matched node. Both are pinned, each in its tier.
     """
 
     keys: bytes
     device_pages: int
     host_pages: int
+    device_node: TreeNode
     node: TreeNode
 
     @property
@@ -238,20 +239,16 @@ class UnifiedRadixCache:
         while above.device is None and above.parent is not None:
             device_pages -= above.pages
             above = above.parent
-        match = Match(blob, device_pages, matched - device_pages, node)
+        match = Match(blob, device_pages, matched - device_pages, above, node)
         self._pin(match)
         self._touch(node)
         return match
 
     def release(self, match: Match) -> None:
         """Unpin a match; once for each match handed out."""
-        node = match.node
-        if node is self.root:
-            return
+        self._unlock_device(match.device_node)
         if match.host_pages:
-            self._unlock_host(node)
-        else:
-            self._unlock_device(node)
+            self._unlock_host(match.node)
 
     def device_page_numbers(self, match: Match) -> Pages:
         """Device pages of the match's leading ``device_pages``, in order."""
@@ -295,7 +292,7 @@ class UnifiedRadixCache:
         node = self._add_child(match.node, match.keys[start : start + got * KEY_BYTES])
         node.stored = True
         self._set_host(node, self._pages(slots[: got * self.page_size]))
-        longer = Match(match.keys, match.device_pages, match.host_pages + got, node)
+        longer = Match(match.keys, match.device_pages, match.host_pages + got, match.device_node, node)
         self._pin(longer)
         return longer
 
@@ -329,7 +326,7 @@ class UnifiedRadixCache:
         while node.device is None and node.parent is not None:
             dropped += node.pages
             node = node.parent
-        loaded = Match(match.keys, match.pages - dropped, 0, node)
+        loaded = Match(match.keys, match.pages - dropped, 0, node, node)
         self._pin(loaded)
         self.release(match)
         return loaded
@@ -386,7 +383,7 @@ class UnifiedRadixCache:
                 else:
                     duplicates.append(own)
             node, at = child, at + child.pages
-        result = Match(match.keys, end, 0, node)
+        result = Match(match.keys, end, 0, node, node)
         self._pin(result)
         self.release(match)
         self._touch(node)
@@ -643,12 +640,9 @@ class UnifiedRadixCache:
     # Locks and the heaps of leaves
 
     def _pin(self, match: Match) -> None:
-        if match.node is self.root:
-            return
+        match.device_node.device_lock += 1
         if match.host_pages:
             match.node.host_lock += 1
-        else:
-            match.node.device_lock += 1
 
     def _unlock_device(self, node: TreeNode) -> None:
         node.device_lock -= 1

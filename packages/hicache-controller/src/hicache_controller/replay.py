@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from hicache_pools import (
     ExtentAllocator,
+    HostPool,
     HostPoolGroup,
     MHATokenToKVPool,
     MHATokenToKVPoolHost,
@@ -27,11 +28,14 @@ from hicache_pools import (
 from . import payload
 from .controller import HiCacheController
 from .hashing import page_hashes
-from .radix import Match, Pages, UnifiedRadixCache, WritePolicy
-from .storage import FileStorage, Fingerprint, HiCacheStorage, MemoryStorage
+from .metrics import MetricsSnapshot
+from .radix import Pages, UnifiedRadixCache, WritePolicy
+from .storage import Fingerprint, HiCacheStorage, MemoryStorage
+from .storage.file import FileStorage
 from .trace import TraceRequest
 
 POOLS = ("mha", "mla")
+STORAGES = ("file", "memory")
 
 # Bytes of rows made at a time on a CPU: what stays in its caches.
 _CPU_CHUNK_BYTES = 256 << 10
@@ -69,7 +73,9 @@ class ReplayOptions:
     write_policy
         One of :class:`hicache_controller.radix.WritePolicy`.
     data
-        False: bookkeeping only, no bytes.
+        False: bookkeeping only, no bytes, and a storage of keys in memory.
+    storage
+        ``file``, or ``memory`` for one that ends with the process.
     """
 
     device: str = "cpu"
@@ -84,6 +90,7 @@ class ReplayOptions:
     l3_dir: Path | None = None
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     data: bool = True
+    storage: str = "file"
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
         """Raise ReplayError for the first option that cannot work with these requests."""
@@ -91,8 +98,9 @@ class ReplayOptions:
             value = getattr(self, name)
             if value <= 0:
                 raise ReplayError(f"{name} is {value}; it must be positive")
-        if self.pool not in POOLS:
-            raise ReplayError(f"pool is {self.pool!r}; one of {', '.join(POOLS)} is expected")
+        for name, accepted in (("pool", POOLS), ("storage", STORAGES)):
+            if getattr(self, name) not in accepted:
+                raise ReplayError(f"{name} is {getattr(self, name)!r}; one of {', '.join(accepted)} is expected")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
             raise ReplayError(f"device is {self.device!r}; cpu or cuda is expected")
         if self.device != "cpu" and not torch.cuda.is_available():
@@ -263,11 +271,13 @@ class Replay:
         # Storage first: an unusable directory must not cost the allocation of the pools.
         self.storage = self._open_storage()
         device_allocator = ExtentAllocator(options.l1_pages, options.page_size)
-        self.host_pool = self._make_host_pool()
+        device_pool = self._describe_device_pool()
+        self.host_pool = self._make_host_pool(device_pool)
         entry = PoolEntry(
             name=PoolName.KV,
             host_pool=self.host_pool,
-            device_pool=None if self.rows is None else self.host_pool.device_pool,
+            device_pool=device_pool,
+            layer_mapper=lambda layer: layer,
             is_primary_index_anchor=True,
             device_alloc_fn=device_allocator.alloc,
             device_free_fn=device_allocator.free,
@@ -295,6 +305,7 @@ class Replay:
             self.cache.drain()
         finally:
             self.report.seconds += time.perf_counter() - start
+            self._count_paths()
         return self.report
 
     def step(self, request: TraceRequest) -> None:
@@ -351,6 +362,63 @@ class Replay:
     def close(self) -> None:
         """Drain the transfers, close the storage, free the pools; idempotent."""
         self.controller.shutdown()
+        if self.storage is not None:
+            self.storage.close()
         self.host_pool.destroy()
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
+
+    def _open_storage(self) -> HiCacheStorage | None:
+        options = self.options
+        if options.l3_bytes == 0:
+            return None
+        if not options.data or options.storage == "memory":
+            return MemoryStorage(options.l3_bytes)
+        directory = options.l3_dir
+        if directory is None:
+            directory = self._own_directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
+        # The rows are a function of token ids, position, layer and component, whatever the trace: one "model" for all.
+        fingerprint = Fingerprint("hicache-replay", revision="1")
+        return FileStorage(directory, capacity_bytes=options.l3_bytes, fingerprint=fingerprint)
+
+    def _describe_device_pool(self) -> MHATokenToKVPool | MLATokenToKVPool | None:
+        if self.rows is None:
+            return None
+        if self.options.pool == "mla":
+            return MLATokenToKVPool.from_buffers(kv=self.rows.buffers[0], page_size=self.options.page_size)
+        k, v = self.rows.buffers
+        return MHATokenToKVPool.from_buffers(k=k, v=v, page_size=self.options.page_size)
+
+    def _make_host_pool(self, device_pool: MHATokenToKVPool | MLATokenToKVPool | None) -> HostPool:
+        options = self.options
+        if device_pool is None:
+            return NullPoolHost(options.l2_pages, options.page_size)
+        kind = MLATokenToKVPoolHost if options.pool == "mla" else MHATokenToKVPoolHost
+        return kind(device_pool, 0, 0, options.page_size, pages=options.l2_pages)
+
+    def _count_paths(self) -> None:
+        """Take the bytes, seconds and runs of each path from the counters of controller and storage."""
+        metrics = self.controller.metrics.snapshot()
+        page_bytes = max(self.host_pool.page_bytes, 1)
+        for name, direction in (("L1 to L2", "device_to_host"), ("L2 to L1", "host_to_device")):
+            path = self.report.paths[name]
+            path.bytes = int(metrics.total("transfer_bytes", direction=direction))
+            path.runs = int(metrics.total("transfer_runs", direction=direction))
+            path.pages = path.bytes // page_bytes
+            path.seconds = _seconds(metrics, "transfer_submit_seconds", direction=direction)
+        if self.storage is None:
+            return
+        stats = self.storage.stats()
+        for name, count, operation in (
+            ("L2 to L3", stats.bytes_written, "backup"),
+            ("L3 to L2", stats.bytes_read, "prefetch"),
+        ):
+            path = self.report.paths[name]
+            path.bytes = count
+            path.seconds = _seconds(metrics, "storage_seconds", operation=operation)
+
+
+def _seconds(metrics: MetricsSnapshot, name: str, **labels: str) -> float:
+    """Sum of a histogram of times over everything that has these labels."""
+    wanted = set(labels.items())
+    return sum(found.sum for have, found in metrics.histograms.get(name, {}).items() if wanted <= set(have))
