@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import needs
 
-from hicache_kernels import build, compilers, probe
+from hicache_kernels import build, compilers, info, probe
 from hicache_kernels.ahead import build_ahead
 from hicache_kernels.probe import ModuleLoader
 from hicache_kernels.spec import ModuleSpec, module_specs
@@ -311,7 +311,7 @@ def test_compile_error_gives_the_first_errors_and_is_not_tried_again(
 
 
 def test_missing_symbol_is_found_when_linking(workshop: Workshop) -> None:
-    (workshop.csrc / "main" / "main.cc").write_text(SOURCE + "\nint elsewhere();\nint used = elsewhere();\n")
+    (workshop.csrc / "main" / "main.cc").write_text(SOURCE + "\nint elsewhere();\nint used() { return elsewhere(); }\n")
     reason = workshop.loader().outcome("main", "cpu").reason
     assert reason is not None
     assert "undefined reference to `elsewhere()'" in reason
@@ -511,6 +511,17 @@ def test_cache_directory_follows_the_variables(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("HICACHE_KERNELS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert build.cache_directory() == tmp_path / "b" / "hicache-kernels"
+
+
+def test_user_without_a_home_still_gets_a_module(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("HICACHE_KERNELS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert add(ModuleLoader(workshop.specs()), 1) == 2
+    assert not info.cache_state().writable
 
 
 def test_modules_keep_their_inline_helpers_to_themselves(workshop: Workshop) -> None:

@@ -67,7 +67,12 @@ def cache_directory() -> Path:
     given = os.environ.get(CACHE_VARIABLE)
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "hicache-kernels"
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(given) if given else Path("~/.cache").expanduser()) / "hicache-kernels"
+    except RuntimeError:
+        # No home directory: a place where nothing can be kept. A guessable one under /tmp is not to be trusted.
+        return Path(os.devnull) / "hicache-kernels"
 
 
 def target_archs(device_type: str) -> tuple[str, ...]:
