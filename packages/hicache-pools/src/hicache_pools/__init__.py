@@ -35,6 +35,7 @@ from .memory_budget import HostMemoryBudget, HostMemoryBudgetError
 from .packed_draft import unwrap_draft_pool
 from .pool_entry import PoolEntry
 from .pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
+from .simulation import cpu_simulation
 
 __all__ = [
     "AllocatorType",
@@ -76,6 +77,7 @@ __all__ = [
     "attach_host_buffer",
     "build_host_pool_group",
     "component_from_tensors",
+    "cpu_simulation",
     "layer_mapper",
     "unwrap_draft_pool",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -27,10 +26,11 @@ from ..device_pools import DevicePool
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
 from ..packed_draft import append_draft_layers, unwrap_draft_pool
+from ..simulation import simulation_is_active
 from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
 from .indices import IndexRows
 from .memory_options import HostMemoryOptions, allocate_pool_buffer
-from .staging import policy_with, staging_of
+from .staging import pool_staging, simulated_staging
 from .transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,9 @@ class HostPool:
             )
         if str(device) != "cpu":
             raise ValueError(f"device is {device!r}; host memory is on 'cpu'")
+        self._simulated = simulation_is_active()
+        if self._simulated and device_pool.device.type != "cpu":
+            raise ValueError(f"device_pool is on {device_pool.device}; inside cpu_simulation it must be on the CPU")
         policy = _one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
         self.layout = HostLayout(_one_of("layout", layout, self.layouts))
         if self.fixed_page_size is not None and page_size != self.fixed_page_size:
@@ -330,29 +333,23 @@ class HostPool:
     def capabilities(self) -> Capabilities:
         """Return the paths one long run of pages takes, what is available, and why not more."""
         self._gate.check_open()
-        return self._capabilities
+        return self._staging.capabilities
 
     def _init_write_back_staging_buffers(self) -> None:
-        """Take what the device's staging ring offers this pool, and set the flags and the policy to what there is."""
-        staging = staging_of(self.transfer)
-        self.staging_page_capacity = staging.pages
-        self.staging_token_capacity = staging.pages * self.page_size
-        self._operation_policy = policy_with(self._policy, staging.capabilities, out_of_memory=staging.out_of_memory)
-        self._copies_policy = TransferPolicy.REFERENCE if staging.out_of_memory else TransferPolicy.AUTO
-        self._capabilities = staging.capabilities
-        if self._operation_policy is not TransferPolicy.AUTO:
-            path = str(self._operation_policy)
-            self._capabilities = replace(staging.capabilities, path_write_back=path, path_load=path)
-        self.can_use_jit = staging.capabilities.direct
-        self.can_use_write_back_jit = staging.capabilities.staged
+        """Take what the device's staging ring offers this pool, and set the flags to what there is."""
+        self._staging = simulated_staging() if self._simulated else pool_staging(self.transfer, self._policy)
+        self.staging_page_capacity = self._staging.pages
+        self.staging_token_capacity = self._staging.pages * self.page_size
+        self.can_use_jit = self._staging.capabilities.direct
+        self.can_use_write_back_jit = self._staging.capabilities.staged
         if not (self.can_use_jit and self.can_use_write_back_jit):
-            logger.info("%s: %s", type(self).__name__, staging.capabilities.reason)
+            logger.info("%s: %s", type(self).__name__, self._staging.capabilities.reason)
 
     def _options(self, io_backend: str) -> _Options:
         if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
             # A quota of no blocks leaves the planner the copy engines alone.
-            return {"policy": self._copies_policy, "block_quota": 0}
-        return {"policy": self._operation_policy, "block_quota": None}
+            return {"policy": self._staging.copies_policy, "block_quota": 0}
+        return {"policy": self._staging.policy, "block_quota": None}
 
     def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:

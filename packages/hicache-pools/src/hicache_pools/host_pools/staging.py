@@ -20,20 +20,27 @@ class PoolStaging(NamedTuple):
         The transfer's, with ``staged`` False where the device had no memory for the staging buffers.
     pages
         Pages one staging buffer of a write-back takes; 0 where nothing is staged.
-    out_of_memory
-        Whether the path is there and its memory is not.
+    policy
+        Policy of the operations.
+    copies_policy
+        Policy of operations that may only copy (``io_backend="direct"``).
     """
 
     capabilities: Capabilities
     pages: int
-    out_of_memory: bool
+    policy: TransferPolicy
+    copies_policy: TransferPolicy
 
 
-def staging_of(transfer: PlaneTransfer) -> PoolStaging:
-    """Have the ring make the staging buffers of both directions now, so that no transfer finds the memory gone."""
+def pool_staging(transfer: PlaneTransfer, policy: TransferPolicy) -> PoolStaging:
+    """Settle what a pool's transfers do.
+
+    Has the ring make the staging buffers of both directions now, so that no transfer finds the memory gone. A policy
+    whose path is missing becomes ``auto``; without memory for staging the direct path is left, or the reference.
+    """
     capabilities = transfer.capabilities()
     if not capabilities.staged:
-        return PoolStaging(capabilities, 0, False)
+        return _settled(capabilities, 0, policy)
     try:
         load = transfer.ring.lane(Direction.LOAD)
         with load.lock:
@@ -42,19 +49,24 @@ def staging_of(transfer: PlaneTransfer) -> PoolStaging:
         with write_back.lock:
             pages = write_back.chunk_pages(transfer.page_bytes)
     except torch.OutOfMemoryError as error:
-        path = "direct" if capabilities.direct else "reference"
+        left = TransferPolicy.DIRECT if capabilities.direct else TransferPolicy.REFERENCE
         reason = f"staged: no memory for staging on {transfer.device}: {error}"
-        without = replace(capabilities, path_write_back=path, path_load=path, staged=False, reason=reason)
-        return PoolStaging(without, 0, True)
-    return PoolStaging(capabilities, pages, False)
+        without = replace(capabilities, path_write_back=str(left), path_load=str(left), staged=False, reason=reason)
+        return PoolStaging(without, 0, left, TransferPolicy.REFERENCE)
+    return _settled(capabilities, pages, policy)
 
 
-def policy_with(policy: TransferPolicy, capabilities: Capabilities, *, out_of_memory: bool) -> TransferPolicy:
-    """Policy to ask for: the wanted one, or ``auto`` where its path is missing; never staged without its memory."""
-    if out_of_memory and policy is not TransferPolicy.DIRECT:
-        return TransferPolicy.DIRECT if capabilities.direct else TransferPolicy.REFERENCE
-    missing = {
-        TransferPolicy.STAGED: not capabilities.staged,
-        TransferPolicy.DIRECT: not capabilities.direct,
-    }.get(policy, False)
-    return TransferPolicy.AUTO if missing else policy
+def simulated_staging() -> PoolStaging:
+    """Settle on the reference, for a pool of :func:`hicache_pools.simulation.cpu_simulation`."""
+    reason = "staged and direct: this pool was made inside cpu_simulation"
+    capabilities = Capabilities("reference", "reference", False, False, reason)
+    return PoolStaging(capabilities, 0, TransferPolicy.REFERENCE, TransferPolicy.REFERENCE)
+
+
+def _settled(capabilities: Capabilities, pages: int, policy: TransferPolicy) -> PoolStaging:
+    there = {TransferPolicy.STAGED: capabilities.staged, TransferPolicy.DIRECT: capabilities.direct}
+    if not there.get(policy, False):
+        return PoolStaging(capabilities, pages, TransferPolicy.AUTO, TransferPolicy.AUTO)
+    path = str(policy)
+    capabilities = replace(capabilities, path_write_back=path, path_load=path)
+    return PoolStaging(capabilities, pages, policy, TransferPolicy.AUTO)
