@@ -12,6 +12,9 @@ Run = tuple[int, int]
 MAX_PAGES = 2**31 - 1
 """Page numbers and lengths are kept as int32."""
 
+CANDIDATES = 8
+"""How many runs of one length a placement looks at; more bring nothing on the conversation trace."""
+
 _NONE = -1
 
 
@@ -22,12 +25,19 @@ class ExtentIndex:
     several times faster than indexing numpy. There are at most ``sqrt(2 * pages)`` different run lengths at a time
     (their sum is at most ``pages``), so a sorted list of the lengths in use, and a table from length to the first run
     of that length, stay small: finding a length is one bisection, and runs of one length form a linked list threaded
-    through the arrays. Every operation on a run is O(log n) in the number of runs.
+    through the arrays. Every operation on a run is O(log n) in the number of runs, beside marking its pages (and the
+    move of at most ``sqrt(2 * pages)`` pointers when a length comes into use or goes out of it).
+
+    Placement: best fit, and among runs of one length the one whose neighbours were taken last. Pages taken together
+    tend to be given back together, so what is left of that run, and the pages next to it, join again soon. A page's
+    time is kept where only free runs keep their links, so it costs no memory.
 
     Invariants
     ----------
     - ``free[p]`` is 1 exactly for the pages of free runs, and two free runs never touch.
     - The first and the last page of a free run hold its length in ``length``.
+    - ``next`` and ``previous`` of a free run's first page are its links; ``next`` of a taken page is the number of the
+      take that took it (modulo 2**31: a wrong order after that costs placement quality once, nothing else).
     - Each free run is in exactly one list, that of its length, linked by its first page.
     - ``sizes`` is sorted and holds exactly the keys of ``heads``, the lengths of the non-empty lists.
 
@@ -47,6 +57,7 @@ class ExtentIndex:
         self._sizes: list[int] = []
         self._heads: dict[int, int] = {}
         self.runs = 0
+        self._takes = 0
         self.clear()
 
     @property
@@ -70,15 +81,17 @@ class ExtentIndex:
         one can give the rest, so the number of runs is the least possible and at most one run is cut.
         """
         taken: list[Run] = []
+        self._takes = (self._takes + 1) & MAX_PAGES
         while pages:
             position = bisect_left(self._sizes, pages)
             size = self._sizes[position] if position < len(self._sizes) else self._sizes[-1]
-            start = self._heads[size]
+            start = self._beside_youngest(size)
             used = min(size, pages)
             self._unlink(start, size)
             if used < size:
                 self._link(start + used, size - used)
             self.free[start : start + used] = 0
+            self._next_array[start : start + used] = self._takes
             taken.append((start, used))
             pages -= used
         return taken
@@ -141,6 +154,25 @@ class ExtentIndex:
             raise RuntimeError(f"the lists do not hold the free runs: {sorted(set(listed) ^ set(runs))[:8]} differ")
         if self.runs != len(runs):
             raise RuntimeError(f"{self.runs} free runs are counted, {len(runs)} exist")
+
+    def _beside_youngest(self, size: int) -> int:
+        """Find, among the first runs of this length, the one whose neighbours were taken last."""
+        best = start = self._heads[size]
+        following = self._next[start]
+        if following == _NONE:
+            return best
+        youngest = 2 * _NONE
+        for _ in range(CANDIDATES):
+            end = start + size
+            # Free runs never touch, so the pages on either side are taken and hold their time.
+            before = self._next[start - 1] if start else _NONE
+            after = self._next[end] if end < self.pages else _NONE
+            if before + after > youngest:
+                best, youngest = start, before + after
+            if following == _NONE:
+                break
+            start, following = following, self._next[following]
+        return best
 
     def _link(self, start: int, size: int) -> None:
         self._length[start] = self._length[start + size - 1] = size
