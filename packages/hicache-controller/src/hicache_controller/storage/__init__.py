@@ -1,8 +1,17 @@
 """Storage backends (L3): the contract, the factory and what this package ships."""
 
 from .base import HiCacheStorage, StoragePool, StorageStats
+from .factory import StorageBackendFactory
 from .file import FileStorage
 from .fingerprint import Fingerprint
 from .memory import MemoryStorage
 
-__all__ = ["FileStorage", "Fingerprint", "HiCacheStorage", "MemoryStorage", "StoragePool", "StorageStats"]
+__all__ = [
+    "FileStorage",
+    "Fingerprint",
+    "HiCacheStorage",
+    "MemoryStorage",
+    "StorageBackendFactory",
+    "StoragePool",
+    "StorageStats",
+]

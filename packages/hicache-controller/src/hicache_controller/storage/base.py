@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hicache_pools import PoolHitPolicy, PoolTransfer
 
 MAX_KEY_BYTES = 32
 """Longest key; a page hash has 16 bytes."""
@@ -197,6 +199,66 @@ class HiCacheStorage(ABC):
         self._keys([p for p in before if p is not None])
         return self._store(pool, names, pages, before) if names else []
 
+    def batch_exists_pools(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], *, name: str = "kv") -> int:
+        """Return the longest prefix of which every pool has what it needs.
+
+        Parameters
+        ----------
+        keys
+            One a page of the anchor, heads first.
+        transfers
+            What is needed besides the anchor's pages. ``ALL_PAGES``: the pool's part of each page. ``TRAILING_PAGES``:
+            the pool's parts of the prefix's last pages, as many as the transfer has keys, one where it has none; a
+            prefix shorter than that needs all of its pages.
+        name
+            The anchor.
+
+        Returns
+        -------
+        int
+            Pages; 0 where no prefix can be restored.
+        """
+        length = self.batch_exists(keys, name=name)
+        trailing = []
+        for transfer in transfers:
+            if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
+                length = min(length, self.batch_exists(keys[:length], name=transfer.name))
+            else:
+                trailing.append(transfer)
+        names = self._keys(keys[:length])
+        restorable = np.ones(length + 1, dtype=bool)
+        for transfer in trailing:
+            window = 1 if transfer.keys is None else len(transfer.keys)
+            present = self._present(self._pool(transfer.name), names, leading=False)
+            restorable[1:] &= _ends_a_run(np.array(present, dtype=bool), window)
+        return int(np.flatnonzero(restorable)[-1])
+
+    def batch_get_pools(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        """Fill the host pages of each transfer's ``host_indices`` from its ``keys``; results by pool name."""
+        return {
+            str(transfer.name): self.batch_get(*_keys_and_indices(transfer), name=transfer.name)
+            for transfer in transfers
+        }
+
+    def batch_set_pools(
+        self, transfers: Sequence[PoolTransfer], *, parents: Mapping[bytes, bytes | None] | None = None
+    ) -> dict[str, list[bool]]:
+        """Store the host pages of each transfer, the anchor's first; results by pool name.
+
+        Parameters
+        ----------
+        transfers
+            With ``keys`` and ``host_indices``, the anchor before the pools that lean on it.
+        parents
+            The key of the page before each key, as ``batch_set`` takes it.
+        """
+        results = {}
+        for transfer in transfers:
+            keys, indices = _keys_and_indices(transfer)
+            before = None if parents is None else [parents[key] for key in keys]
+            results[str(transfer.name)] = self.batch_set(keys, indices, parents=before, name=transfer.name)
+        return results
+
     @abstractmethod
     def clear(self) -> None:
         """Remove every page of this fingerprint."""
@@ -211,7 +273,7 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
-        """For each key whether its page is there; after the first absence of ``leading`` keys the rest may be cut."""
+        """For each key whether its page is there; with ``leading`` what comes after the first absence may be cut."""
 
     @abstractmethod
     def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
@@ -239,11 +301,13 @@ class HiCacheStorage(ABC):
         return pool
 
     @staticmethod
-    def _keys(keys: Sequence[bytes]) -> list[bytes]:
+    def _keys(keys: Sequence[bytes] | Sequence[str]) -> list[bytes]:
+        checked = []
         for key in keys:
             if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
                 raise ValueError(f"keys has {key!r}; accepted are 1 to {MAX_KEY_BYTES} bytes")
-        return list(keys)
+            checked.append(key)
+        return checked
 
 
 def _pages_of(host_indices: torch.Tensor, pool: RegisteredPool, pages: int) -> list[int]:
@@ -268,3 +332,18 @@ def _pages_of(host_indices: torch.Tensor, pool: RegisteredPool, pages: int) -> l
         raise ValueError(f"host_indices are not whole pages of {pool.page_size} slots in order")
     numbers: list[int] = (first[:, 0] // pool.page_size).tolist()
     return numbers
+
+
+def _ends_a_run(present: npt.NDArray[np.bool_], window: int) -> npt.NDArray[np.bool_]:
+    """For each page whether it and the ``window - 1`` before it, or all before it, are present."""
+    positions = np.arange(1, len(present) + 1)
+    last_absent = np.maximum.accumulate(np.where(present, 0, positions))
+    needed: npt.NDArray[np.bool_] = positions - last_absent >= np.minimum(window, positions)
+    return needed
+
+
+def _keys_and_indices(transfer: PoolTransfer) -> tuple[list[bytes], torch.Tensor]:
+    if transfer.keys is None or transfer.host_indices is None:
+        missing = "keys" if transfer.keys is None else "host_indices"
+        raise ValueError(f"the transfer of pool {str(transfer.name)!r} has no {missing}")
+    return HiCacheStorage._keys(transfer.keys), transfer.host_indices

@@ -101,14 +101,15 @@ class PageIndex:
         self.total_bytes -= sum(size for _, size in entry.parts)
         if entry.parent is None:
             return
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.tick = max(parent.tick, entry.tick)
         left = self._children[entry.parent] - 1
         if left:
             self._children[entry.parent] = left
             return
         del self._children[entry.parent]
-        parent = self._entries.get(entry.parent)
         if parent is not None:
-            parent.tick = max(parent.tick, entry.tick)
             self._queue(parent)
 
     def oldest_leaf(self, keep: Collection[bytes] = ()) -> PageEntry | None:
