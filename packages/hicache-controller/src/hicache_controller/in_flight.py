@@ -215,6 +215,8 @@ class InFlight(Generic[Owner]):
 
     @staticmethod
     def _meets(mark: npt.NDArray[np.bool_] | None, granules: Granules | None) -> bool:
-        if mark is None or granules is None:
-            return True
+        if mark is None:
+            return granules is None or len(granules) > 0
+        if granules is None:
+            return len(mark) > 0
         return bool(mark[granules[granules < len(mark)]].any())

@@ -23,6 +23,8 @@ def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int |
     if not count or count % page_size:
         raise ValueError(f"{name} has {count} slots; accepted is a positive multiple of the page size {page_size}")
     if indices.device.type == "cpu":
-        low, high = (int(each) for each in torch.aminmax(indices))
+        # numpy: the call is short, and torch would wake a thread pool for it.
+        slots_array = indices.numpy()
+        low, high = int(slots_array.min()), int(slots_array.max())
         if low < 0 or (slots is not None and high >= slots):
             raise ValueError(f"{name} runs from {low} to {high}; accepted is 0..{'' if slots is None else slots - 1}")

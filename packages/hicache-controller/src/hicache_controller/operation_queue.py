@@ -125,15 +125,15 @@ class OperationQueue:
             return acks
         if wait and not acks:
             self.started[0].wait()
-        return acks + [self._finish(*outcome) for outcome in self._outcomes() if self._counts(outcome[0])]
+        for started, error in self._outcomes():
+            self._finish(started, error, acks)
+        return acks
 
     def keep_acks(self) -> None:
         """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
         while self.started and self.started[0].done:
             started = self.started.popleft()
-            ack = self._finish(started, started.error())
-            if self._counts(started):
-                self._acks.append(ack)
+            self._finish(started, started.error(), self._acks)
 
     def cancel(self, node_id: int) -> bool:
         """Cancel a node's operations; tell whether there were any. Slots of started ones go back when they are done."""
@@ -187,16 +187,13 @@ class OperationQueue:
             for started, ok in zip(taken, fine, strict=True)
         ]
 
-    def _finish(self, started: StartedOperation, error: BaseException | None) -> Ack:
+    def _finish(self, started: StartedOperation, error: BaseException | None, acks: list[Ack]) -> None:
+        """Let the slots go where they have to, and add the ack unless all of it was cancelled."""
         self._finished(started)
         parts: Sequence[CacheOperation] = started.operation.parts
         for part in parts:
             if error is not None or part.cancelled:
                 self._give_back(part)
-        node_ids = tuple(node_id for part in parts if not part.cancelled for node_id in part.node_ids)
-        return started.ack(node_ids, error)
-
-    @staticmethod
-    def _counts(started: StartedOperation) -> bool:
-        """Whether anybody waits for its ack."""
-        return not all(part.cancelled for part in started.operation.parts)
+        kept = [part for part in parts if not part.cancelled]
+        if kept:
+            acks.append(started.ack(tuple(node_id for part in kept for node_id in part.node_ids), error))

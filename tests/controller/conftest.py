@@ -1,0 +1,248 @@
+"""A small stack of pools, allocator and controller whose transfers and storage can be held at a gate or made to fail."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hicache_controller.controller import HiCacheController
+from hicache_controller.storage.memory import MemoryStorage
+from hicache_pools.device_pools import MHATokenToKVPool
+from hicache_pools.extents import ExtentAllocator
+from hicache_pools.group import HostPoolGroup, PoolEntry
+from hicache_pools.host_pools import MHATokenToKVPoolHost
+
+LAYERS = 3
+PAGE_SIZE = 4
+WAIT_SECONDS = 30
+
+
+class InjectedError(RuntimeError):
+    """A fault a test asked for."""
+
+
+class Gate:
+    """Lets callers through while it is open, tells when one has come, and makes the next ``failures`` calls fail."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.entered = threading.Event()
+        self.failures = 0
+        self.calls = 0
+
+    def close(self) -> None:
+        self.entered.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_entered(self) -> None:
+        if not self.entered.wait(WAIT_SECONDS):
+            raise TimeoutError("nobody came to the gate")
+
+    def __call__(self) -> None:
+        self.entered.set()
+        if not self._open.wait(WAIT_SECONDS):
+            raise TimeoutError("the gate was never opened")
+        self.calls += 1
+        if self.failures:
+            self.failures -= 1
+            raise InjectedError("injected")
+
+
+class GatedHost(MHATokenToKVPoolHost):
+    """A host pool with a gate before each write-back, and before each layer of a load."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.write_gate = Gate()
+        self.load_gates = [Gate() for _ in range(LAYERS)]
+        super().__init__(*args, **kwargs)
+
+    def backup_from_device_all_layer(self, *args: Any, **kwargs: Any) -> Any:
+        self.write_gate()
+        return super().backup_from_device_all_layer(*args, **kwargs)
+
+    def load_to_device_per_layer(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.load_gates[layer_id]()
+        return super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+
+
+class GatedStorage(MemoryStorage):
+    """A memory backend with gates before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exists_gate, self.get_gate, self.set_gate = Gate(), Gate(), Gate()
+
+    def batch_exists(self, *args: Any, **kwargs: Any) -> int:
+        self.exists_gate()
+        return super().batch_exists(*args, **kwargs)
+
+    def batch_get(self, *args: Any, **kwargs: Any) -> list[bool]:
+        self.get_gate()
+        return super().batch_get(*args, **kwargs)
+
+    def batch_set(self, *args: Any, **kwargs: Any) -> list[bool]:
+        self.set_gate()
+        return super().batch_set(*args, **kwargs)
+
+
+class Stack:
+    """One MHA pool with random rows, its host pool, the engine's allocator, and a controller."""
+
+    def __init__(
+        self,
+        *,
+        device_pages: int = 32,
+        host_pages: int = 32,
+        layout: str = "page_first",
+        storage: bool = False,
+        controller: type[HiCacheController] = HiCacheController,
+        **options: Any,
+    ) -> None:
+        slots = device_pages * PAGE_SIZE
+        self.page_size = PAGE_SIZE
+        self.k = [torch.randint(0, 256, (slots, 2, 8), dtype=torch.uint8) for _ in range(LAYERS)]
+        self.v = [torch.randint(0, 256, (slots, 2, 4), dtype=torch.uint8) for _ in range(LAYERS)]
+        self.device_pool = MHATokenToKVPool.from_buffers(k=self.k, v=self.v, page_size=PAGE_SIZE)
+        self.host_pool = GatedHost(self.device_pool, 0, 0, PAGE_SIZE, layout, False, pages=host_pages)
+        self.allocator = ExtentAllocator(device_pages, PAGE_SIZE)
+        self.entry = PoolEntry(
+            "kv",
+            self.host_pool,
+            self.device_pool,
+            lambda layer: layer,
+            device_alloc_fn=self.allocator.alloc,
+            device_free_fn=self.allocator.free,
+        )
+        self.group = HostPoolGroup([self.entry])
+        self.controller = controller(self.group, **options)
+        self.storage = GatedStorage()
+        if storage:
+            self.controller.attach_storage_backend(self.storage)
+
+    @property
+    def gates(self) -> list[Gate]:
+        storage = self.storage
+        return [
+            self.host_pool.write_gate,
+            *self.host_pool.load_gates,
+            storage.exists_gate,
+            storage.get_gate,
+            storage.set_gate,
+        ]
+
+    def alloc(self, pages: int) -> torch.Tensor:
+        slots = self.allocator.alloc(pages * PAGE_SIZE)
+        if slots is None:
+            raise RuntimeError("the test needs more device pages")
+        return slots
+
+    def compute(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Fill device rows with fresh random bytes and return them."""
+        for buffer in (*self.k, *self.v):
+            buffer[slots] = torch.randint(0, 256, (len(slots), *buffer.shape[1:]), dtype=torch.uint8)
+        return self.rows(slots)
+
+    def rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [buffer[slots].clone() for buffer in (*self.k, *self.v)]
+
+    def written(self, pages: int, node_id: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Host slots of pages that were written back and left the device, and the bytes of their rows."""
+        device = self.alloc(pages)
+        rows = self.compute(device)
+        host = self.controller.write(device, node_id=node_id)
+        if host is None:
+            raise RuntimeError("the test needs more host pages")
+        self.controller.start_writing()
+        (ack,) = self.controller.poll_writes(wait=True)
+        if ack.error is not None:
+            raise ack.error
+        self.controller.evict_device(device)
+        return host, rows
+
+    def loaded(self, host: torch.Tensor, node_id: int = 0) -> list[torch.Tensor]:
+        """Rows of host slots, by way of the device."""
+        device = self.controller.load(host, node_id=node_id)
+        if device is None:
+            raise RuntimeError("the test needs more device pages")
+        self.controller.start_loading()
+        (ack,) = self.controller.poll_loads(wait=True)
+        if ack.error is not None:
+            raise ack.error
+        rows = self.rows(device)
+        self.controller.evict_device(device)
+        return rows
+
+    def keys(self, pages: int) -> list[bytes]:
+        return [secrets.token_bytes(16) for _ in range(pages)]
+
+    @staticmethod
+    def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+    def used(self) -> tuple[int, int]:
+        """Device and host pages that are not free."""
+        return (
+            self.allocator.page_num - self.allocator.available_pages,
+            self.host_pool.page_num - self.host_pool.available_size() // PAGE_SIZE,
+        )
+
+    def check_integrity(self) -> None:
+        self.controller.check_integrity()
+        self.allocator.check_integrity()
+        self.host_pool.allocator.check_integrity()
+
+
+@pytest.fixture
+def make_stack() -> Iterator[Callable[..., Stack]]:
+    """Make stacks; at the end every gate is opened, every controller shut down, and the books are checked."""
+    made: list[Stack] = []
+
+    def make(**options: Any) -> Stack:
+        stack = Stack(**options)
+        made.append(stack)
+        return stack
+
+    yield make
+    for stack in made:
+        for gate in stack.gates:
+            gate.open()
+        assert stack.controller.shutdown(WAIT_SECONDS)
+        stack.check_integrity()
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    """Run a function on a thread that is joined at the end, and whose exception is raised there."""
+    running: list[tuple[threading.Thread, list[BaseException]]] = []
+
+    def start(function: Callable[[], object]) -> threading.Thread:
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                function()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        running.append((thread, errors))
+        return thread
+
+    yield start
+    for thread, errors in running:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+        if errors:
+            raise errors[0]

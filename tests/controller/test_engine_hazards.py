@@ -1,0 +1,205 @@
+"""The five hazards on the CPU worker threads, their windows held open by gates; each guard taken out must be noticed."""
+
+import pytest
+
+from hicache_controller.events import HostSignal
+from hicache_controller.transfer_engine import Guards
+
+guarded = pytest.mark.parametrize("guard", [True, False], ids=["guard", "no_guard"])
+
+
+@guarded
+def test_write_back_reads_rows_only_after_compute_wrote_them(make_stack, guard):
+    stack = make_stack(guards=Guards(write_follows_compute=guard))
+    device, computed = stack.alloc(4), HostSignal()
+    host = stack.controller.write(device, node_id=1, ready_event=computed)
+    ack = stack.controller.start_writing()
+    if not guard:
+        ack.host_ready.synchronize()
+    rows = stack.compute(device)
+    computed.fire()
+    ack.host_ready.synchronize()
+    stack.controller.poll_writes()
+    assert stack.same(stack.loaded(host), rows) is guard
+
+
+@guarded
+def test_compute_overwrites_rows_only_after_write_back_read_them(make_stack, in_thread, guard):
+    stack = make_stack(guards=Guards(overwrite_follows_read=guard))
+    device = stack.alloc(4)
+    rows = stack.compute(device)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    ack = stack.controller.start_writing()
+    gate.wait_entered()
+
+    def overwrite():
+        ack.device_released.synchronize()
+        stack.compute(device)
+
+    compute = in_thread(overwrite)
+    if not guard:
+        compute.join()
+    gate.open()
+    compute.join()
+    stack.controller.poll_writes(wait=True)
+    assert stack.same(stack.loaded(host), rows) is guard
+
+
+@guarded
+def test_device_slots_are_given_back_only_after_write_back_read_them(make_stack, in_thread, guard):
+    stack = make_stack(device_pages=4, guards=Guards(overwrite_follows_read=guard))
+    device = stack.alloc(4)
+    rows = stack.compute(device)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    gate.wait_entered()
+
+    def reuse():
+        stack.controller.evict_device(device)
+        slots = stack.alloc(4)
+        stack.compute(slots)
+        stack.controller.evict_device(slots)
+
+    compute = in_thread(reuse)
+    if not guard:
+        compute.join()
+    gate.open()
+    compute.join()
+    stack.controller.poll_writes(wait=True)
+    assert stack.same(stack.loaded(host), rows) is guard
+
+
+@guarded
+def test_load_fills_slots_only_after_earlier_compute_read_them(make_stack, guard):
+    stack = make_stack(device_pages=4, guards=Guards(load_follows_compute=guard))
+    host, _ = stack.written(4)
+    slots, read = stack.alloc(4), HostSignal()
+    before = stack.compute(slots)
+    # The engine lets the slots go while compute it has started still reads them.
+    stack.allocator.free(slots)
+    stack.controller.load(host, node_id=1, ready_event=read)
+    stack.controller.start_loading()
+    if not guard:
+        stack.controller.poll_loads(wait=True)
+    seen = stack.rows(slots)
+    read.fire()
+    stack.controller.poll_loads(wait=True)
+    assert stack.same(seen, before) is guard
+
+
+@guarded
+def test_load_reads_host_slots_only_after_their_write_back_landed(make_stack, guard):
+    stack = make_stack(guards=Guards(read_follows_write=guard))
+    device = stack.alloc(4)
+    rows = stack.compute(device)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    target = stack.controller.load(host, node_id=2)
+    stack.controller.start_loading()
+    if not guard:
+        stack.controller.poll_loads(wait=True)
+    gate.open()
+    stack.controller.poll_writes(wait=True)
+    stack.controller.poll_loads(wait=True)
+    assert stack.same(stack.rows(target), rows) is guard
+
+
+@guarded
+def test_backup_reads_host_slots_only_after_their_write_back_landed(make_stack, guard):
+    stack = make_stack(storage=True, guards=Guards(read_follows_write=guard))
+    device, keys = stack.alloc(4), stack.keys(4)
+    rows = stack.compute(device)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    stack.controller.backup(host, keys, node_id=1)
+    if not guard:
+        stack.controller.poll_backups(wait=True)
+    gate.open()
+    stack.controller.poll_writes(wait=True)
+    stack.controller.poll_backups(wait=True)
+    fresh = stack.group.alloc(len(host))
+    assert stack.controller.prefetch(fresh, keys, request_id="r").wait() == 4
+    assert stack.same(stack.loaded(fresh), rows) is guard
+
+
+@guarded
+def test_host_slots_are_refilled_only_after_load_read_them(make_stack, guard):
+    stack = make_stack(host_pages=4, guards=Guards(refill_follows_read=guard))
+    host, rows = stack.written(4)
+    gate = stack.host_pool.load_gates[0]
+    gate.close()
+    target = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    gate.wait_entered()
+    assert stack.controller.evict_host(host) == (0 if guard else len(host))
+    other = stack.alloc(4)
+    stack.compute(other)
+    refilled = stack.controller.write(other, node_id=2)
+    assert (refilled is None) is guard
+    if not guard:
+        stack.controller.start_writing()
+        stack.controller.poll_writes(wait=True)
+    gate.open()
+    stack.controller.poll_loads(wait=True)
+    assert stack.same(stack.rows(target), rows) is guard
+    if guard:
+        assert stack.controller.write(other, node_id=2) is not None
+
+
+@guarded
+def test_host_slots_are_refilled_only_after_backup_read_them(make_stack, guard):
+    stack = make_stack(host_pages=4, storage=True, guards=Guards(refill_follows_read=guard))
+    host, rows = stack.written(4)
+    keys = stack.keys(4)
+    gate = stack.storage.set_gate
+    gate.close()
+    stack.controller.backup(host, keys, node_id=1)
+    gate.wait_entered()
+    stack.controller.evict_host(host)
+    other = stack.alloc(4)
+    stack.compute(other)
+    refilled = stack.controller.write(other, node_id=2)
+    assert (refilled is None) is guard
+    if not guard:
+        stack.controller.start_writing()
+        stack.controller.poll_writes(wait=True)
+        stack.controller.evict_host(refilled)
+    gate.open()
+    stack.controller.poll_backups(wait=True)
+    fresh = stack.group.alloc(len(host))
+    assert stack.controller.prefetch(fresh, keys, request_id="r").wait() == 4
+    assert stack.same(stack.loaded(fresh), rows) is guard
+
+
+@guarded
+def test_write_back_into_slots_a_load_reads_waits_for_it(make_stack, guard):
+    """The same hazard below the controller, for whoever drives the engine alone."""
+    stack = make_stack(guards=Guards(refill_follows_read=guard))
+    host, rows = stack.written(4)
+    other = stack.alloc(4)
+    stack.compute(other)
+    gate = stack.host_pool.load_gates[0]
+    gate.close()
+    target = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    gate.wait_entered()
+    controller = stack.controller
+    plan = controller._layer_plan()
+    transfers = list(plan.transfers(stack.entry, host, other, io_backend="kernel", load=False))
+    handle = controller.engine.submit_device_to_host(transfers)
+    if not guard:
+        handle.host_ready.synchronize()
+    gate.open()
+    controller.poll_loads(wait=True)
+    handle.host_ready.synchronize()
+    assert stack.same(stack.rows(target), rows) is guard

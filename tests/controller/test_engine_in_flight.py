@@ -1,0 +1,153 @@
+"""Slots in flight against a plain model, and the events and lanes under them."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_controller.events import COMPLETED, EventGroup, HostSignal
+from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
+from hicache_controller.lanes import CpuDevice, InlineLane, LanePair, LaneStoppedError, ThreadLane
+
+PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
+uses = st.builds(
+    lambda place, access, pages: Use(place, access, None if pages is None else np.array(sorted(pages), dtype=np.int64)),
+    st.sampled_from(PLACES),
+    st.sampled_from(Access),
+    st.none() | st.sets(st.integers(0, 20), max_size=6),
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.lists(uses, max_size=3)), max_size=12),
+    uses,
+    st.sets(st.sampled_from(Access), min_size=1),
+)
+def test_users_are_those_of_a_plain_model(steps, question, accesses):
+    tracked: InFlight[int] = InFlight()
+    model: dict[int, list[Use]] = {}
+    for owner, owned in steps:
+        if owner in model:
+            tracked.remove(owner)
+            del model[owner]
+        else:
+            tracked.add(owner, owned)
+            model[owner] = owned
+        tracked.check_integrity()
+
+    def meets(use):
+        if use.place != question.place or use.access not in accesses:
+            return False
+        if use.granules is None or question.granules is None:
+            # What is not known may be anything, but nothing meets an operation without slots.
+            other = question if use.granules is None else use
+            return other.granules is None or len(other.granules) > 0
+        return bool(set(use.granules.tolist()) & set(question.granules.tolist()))
+
+    assert tracked.users(question, accesses) == [owner for owner, owned in model.items() if any(map(meets, owned))]
+    if question.granules is not None:
+        busy = [
+            any(
+                use.place == question.place and (use.granules is None or page in use.granules)
+                for owned in model.values()
+                for use in owned
+            )
+            for page in question.granules.tolist()
+        ]
+        assert tracked.busy(question.place, question.granules).tolist() == busy
+
+
+@given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 5), st.sampled_from([torch.int64, torch.int32]))
+def test_pages_of_slots_are_each_page_once(slots, page_size, dtype):
+    pages = page_granules(torch.tensor(slots, dtype=dtype), page_size)
+    if page_size == 1:
+        assert sorted(pages.tolist()) == sorted(slots)
+    else:
+        assert sorted(pages.tolist()) == sorted({slot // page_size for slot in slots})
+
+
+def test_whole_pages_keep_their_order():
+    pages = torch.randperm(9)
+    slots = (pages[:, None] * 4 + torch.arange(4)).reshape(-1)
+    assert page_granules(slots, 4).tolist() == pages.tolist()
+
+
+def test_an_operation_is_tracked_once():
+    tracked: InFlight[str] = InFlight()
+    tracked.add("a", [])
+    with pytest.raises(ValueError, match="in flight already"):
+        tracked.add("a", [])
+    tracked.remove("b")
+    assert tracked.owners() == ["a"]
+
+
+class Recorder:
+    def __init__(self, log, name, gate=None):
+        self.log, self.name, self.gate = log, name, gate
+        self.error = None
+        self.entered = threading.Event()
+        self.ended = threading.Event()
+
+    def run(self):
+        self.entered.set()
+        if self.gate is not None:
+            self.gate.wait()
+        self.log.append(self.name)
+        self.ended.set()
+
+    def abandon(self, error):
+        self.error = error
+        self.ended.set()
+
+
+def test_a_thread_lane_runs_jobs_in_order_behind_their_events():
+    log, first, second = [], HostSignal(), HostSignal()
+    lane = ThreadLane(CpuDevice(), "lane")
+    jobs = [Recorder(log, number) for number in range(3)]
+    lane.submit(jobs[0], [first, COMPLETED])
+    lane.submit(jobs[1], [])
+    lane.submit(jobs[2], [EventGroup([second, first])])
+    assert log == []
+    first.fire()
+    jobs[1].ended.wait()
+    assert log == [0, 1]
+    second.fire()
+    jobs[2].ended.wait()
+    assert log == [0, 1, 2]
+    assert lane.close(30)
+
+
+def test_a_closing_lane_ends_the_running_job_and_abandons_the_rest():
+    log, gate, never = [], threading.Event(), HostSignal()
+    lane = ThreadLane(CpuDevice(), "lane")
+    running, waiting, queued = Recorder(log, "running", gate), Recorder(log, "waiting"), Recorder(log, "queued")
+    lane.submit(running, [])
+    lane.submit(waiting, [never])
+    lane.submit(queued, [])
+    running.entered.wait()
+    assert not lane.close(0)
+    gate.set()
+    assert lane.close(30)
+    assert log == ["running"]
+    late = Recorder(log, "late")
+    lane.submit(late, [])
+    assert all(isinstance(job.error, LaneStoppedError) for job in (waiting, queued, late))
+
+
+def test_an_inline_lane_is_done_when_submit_returns():
+    log = []
+    lane = InlineLane(CpuDevice())
+    lane.submit(Recorder(log, 1), [COMPLETED])
+    assert log == [1]
+    lane.close(0)
+    late = Recorder(log, 2)
+    lane.submit(late, [])
+    assert isinstance(late.error, LaneStoppedError)
+
+
+def test_only_cpu_pools_complete_synchronously():
+    with pytest.raises(ValueError, match="synchronous is True with pools on cuda"):
+        LanePair(torch.device("cuda"), synchronous=True)
