@@ -25,11 +25,11 @@ PLANNERS = [plan_write_back, plan_load]
 DIRECTION = DirectionConstants(
     copy_bytes_per_second=50e9,
     batch_copy_seconds=1e-6,
+    batch_submit_seconds=2e-6,
     copy_seconds=3e-6,
     copy_2d_seconds=4e-6,
     width_efficiency=((256, 0.5), (4096, 0.6), (32768, 1.0)),
-    cta_bytes_per_second=10e9,
-    direct_bytes_per_second=45e9,
+    direct_rates=((1, 10e9), (4, 43e9), (8, 45e9)),
 )
 CONSTANTS = DeviceConstants("invented", DIRECTION, DIRECTION, launch_seconds=5e-6, relayout_bytes_per_second=1e12)
 
@@ -62,7 +62,7 @@ def test_one_long_run_is_written_back_staged() -> None:
 def test_scattered_small_pages_are_written_back_directly() -> None:
     plan = plan_write_back(work(pages=8192, runs=8192, page_bytes=32 << 10), constants=CONSTANTS)
     assert plan.path == "direct"
-    assert plan.block_quota == DIRECTION.saturating_ctas == 5
+    assert plan.block_quota == DIRECTION.default_ctas == 4
 
 
 def test_layer_by_layer_load_of_narrow_shares_goes_direct_and_of_wide_shares_staged() -> None:
@@ -183,6 +183,21 @@ def test_width_efficiency_is_clamped_and_interpolated_by_the_logarithm() -> None
     assert DIRECTION.efficiency(1 << 30) == 1.0
 
 
+def test_the_rate_of_the_direct_path_lies_between_measured_numbers_of_ctas() -> None:
+    assert DIRECTION.direct_rate(1) == 10e9
+    assert DIRECTION.direct_rate(2) == pytest.approx(21e9)
+    assert DIRECTION.direct_rate(4) == 43e9
+    assert DIRECTION.direct_rate(1000) == 45e9
+
+
+def test_small_copies_of_a_batch_wait_for_the_thread_that_submits_them() -> None:
+    small = work(pages=4096, runs=4096, page_bytes=16 << 10)
+    assert plan_write_back(small, constants=CONSTANTS, policy="staged").expected_seconds > 4096 * 2e-6
+    large = work(pages=64, runs=64, page_bytes=1 << 20)
+    seconds = plan_write_back(large, constants=CONSTANTS, policy="staged").expected_seconds
+    assert seconds == pytest.approx(large.bytes / 50e9, rel=0.1)
+
+
 def test_width_of_a_layer_follows_the_layout() -> None:
     run = work(pages=64, runs=2, page_bytes=32 * 16 * 2 * 1024)
     assert run.layer_width == 16 * 2 * 1024
@@ -191,8 +206,8 @@ def test_width_of_a_layer_follows_the_layout() -> None:
 
 
 def test_defaults_of_an_h200_follow_the_design_notes() -> None:
-    assert H200.write_back.saturating_ctas == 4
-    assert H200.load.saturating_ctas == 8
+    assert H200.write_back.default_ctas == 2
+    assert H200.load.default_ctas == 4
     small = Work(HostLayout.PAGE_FIRST, 512 << 20 >> 15, 512 << 20 >> 15, 32 << 10, 1, 8, 2, 2048)
     assert plan_write_back(small).path == "direct"
     large = dataclasses.replace(small, pages=128, runs=128, page_bytes=4 << 20, page_size=64)

@@ -22,16 +22,20 @@ from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
 from .planner import CPU, H200, DeviceConstants, DirectionConstants
 from .staging import Direction, StagingRing, canonical_device
-from .transfer import PlaneTransfer
+from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 BUFFER_BYTES = 16 << 20
 WIDTHS = (256, 1024, 4096, 8192, 16384, 32768)
-SMALL_PAGE_BYTES = 16 << 10
-FULL_CTAS = 16
+PAGE_BYTES = 32 << 10
+ROW_BYTES = 1024
+LAYERS = 4
+CTAS = (1, 2, 4, 8, 16)
+LAUNCHES = 16
 REPEATS = 3
+SPIN_CYCLES = 2_000_000
 
 _known: dict[torch.device, DeviceConstants] = {}
 _lock = threading.Lock()
@@ -104,8 +108,11 @@ def constants_from_fields(fields: dict[str, Any]) -> DeviceConstants:
     """
 
     def direction(name: str) -> DirectionConstants:
-        widths = tuple((int(width), float(share)) for width, share in fields[name]["width_efficiency"])
-        return DirectionConstants(**{**fields[name], "width_efficiency": widths})
+        tables = {
+            table: tuple((int(key), float(value)) for key, value in fields[name][table])
+            for table in ("width_efficiency", "direct_rates")
+        }
+        return DirectionConstants(**{**fields[name], **tables})
 
     return DeviceConstants(**{**fields, "write_back": direction("write_back"), "load": direction("load")})
 
@@ -117,7 +124,8 @@ def read_constants(path: Path) -> DeviceConstants | None:
         numbers = [constants.launch_seconds, constants.relayout_bytes_per_second]
         for direction in (constants.write_back, constants.load):
             numbers += [value for value in dataclasses.astuple(direction) if not isinstance(value, tuple)]
-            numbers += [share for _, share in direction.width_efficiency]
+            for table in (direction.width_efficiency, direction.direct_rates):
+                numbers += [value for _, value in table] or [0.0]
         return constants if all(number > 0 for number in numbers) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -152,127 +160,144 @@ def measure(device: torch.device | str) -> DeviceConstants:
     device = canonical_device(device)
     start = time.perf_counter()
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        bench = _Measurement(device)
-        write_back = bench.direction(Direction.WRITE_BACK)
-        load = bench.direction(Direction.LOAD)
+        probe = _Probe(device)
         constants = DeviceConstants(
             source=f"measured on {torch.cuda.get_device_name(device)}",
-            write_back=write_back,
-            load=load,
-            launch_seconds=bench.launch_seconds(),
-            relayout_bytes_per_second=bench.relayout_bytes_per_second(),
+            write_back=probe.direction(Direction.WRITE_BACK),
+            load=probe.direction(Direction.LOAD),
+            launch_seconds=probe.launch_seconds(),
+            relayout_bytes_per_second=probe.relayout_bytes_per_second(),
         )
     logger.info("calibrated %s in %.2f s: %s", device, time.perf_counter() - start, constants)
     return constants
 
 
-class _Measurement:
-    """Two buffers, a staging ring, and the transfers that are timed over them."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Timing:
+    seconds: float
+    submit: float
+    bytes: int
+    copies: int
+
+
+class _Probe:
+    """Two buffers, a staging ring, and the transfers that are timed over them.
+
+    Work is queued behind a kernel that spins, so that times are those of a busy device: what the caller's thread needs
+    to queue an operation is hidden. What an operation of hardly any bytes takes is subtracted.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._host = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         self._rows = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._ring = StagingRing(device, budget_bytes=4 * BUFFER_BYTES, chunk_bytes=BUFFER_BYTES)
+        self._stream = torch.cuda.current_stream(device)
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        """Median device time of a call, from its submission to the end of its copies."""
-        found = []
-        for _ in range(REPEATS + 1):
-            torch.cuda.synchronize(self._device)
-            begin = time.perf_counter()
-            call()
-            torch.cuda.synchronize(self._device)
-            found.append(time.perf_counter() - begin)
-        return median(found[1:])
-
-    def _transfer(self, layout: HostLayout, row_bytes: int, layers: int, page_size: int = 1) -> PlaneTransfer:
-        pages = BUFFER_BYTES // (row_bytes * layers * page_size)
-        (strides,) = host_strides(layout, [row_bytes], layers=layers, pages=pages, page_size=page_size)
-        rows = self._rows[: pages * page_size * layers * row_bytes].view(layers, pages * page_size, row_bytes)
-        plane = Plane(
-            "calibration", row_bytes, DeviceRows.slot_major(list(rows)), HostRows(self._host, strides, pages, page_size)
-        )
+    def _transfer(self, row_bytes: int, layers: int) -> PlaneTransfer:
+        """Make a pool of one plane, pages of one slot, over both buffers."""
+        pages = BUFFER_BYTES // (row_bytes * layers)
+        (strides,) = host_strides(HostLayout.PAGE_FIRST_DIRECT, [row_bytes], layers=layers, pages=pages, page_size=1)
+        rows = DeviceRows.slot_major(list(self._rows.view(layers, pages, row_bytes)))
+        plane = Plane("calibration", row_bytes, rows, HostRows(self._host, strides, pages, 1))
         return PlaneTransfer([plane], ring=self._ring, constants=H200)
 
-    def _run(
-        self, direction: Direction, transfer: PlaneTransfer, policy: str, *, every: int = 1, quota: int | None = None
-    ) -> tuple[float, int, int]:
-        """Seconds, bytes and copies of a transfer of every ``every``-th page."""
-        plane = transfer.planes[0]
-        pages = torch.arange(0, plane.host.pages, every, dtype=torch.int64)
-        slots = (pages[:, None] * plane.host.page_size + torch.arange(plane.host.page_size)).reshape(-1)
-        on_device = slots.to(self._device)
+    def _time(self, call: Callable[[], TransferResult | None], *, until_released: bool = False) -> _Timing:
+        """Median device time of what a call queues, to the end of its copies or of its row kernels."""
+        found = []
+        for _ in range(REPEATS + 1):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(self._device)
+            torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+            begin.record()
+            start = time.perf_counter()
+            result = call()
+            submit = time.perf_counter() - start
+            if result is not None and result.host_ready is not None and not until_released:
+                self._stream.wait_event(result.host_ready)
+            end.record()
+            torch.cuda.synchronize(self._device)
+            found.append((float(begin.elapsed_time(end)) / 1e3, submit))
+        moved, copies = (0, 0) if result is None else (result.bytes, result.copies)
+        return _Timing(median(s for s, _ in found[1:]), median(s for _, s in found[1:]), moved, copies)
+
+    def _marginal(
+        self,
+        direction: Direction,
+        transfer: PlaneTransfer,
+        policy: str,
+        keep: Callable[[torch.Tensor], torch.Tensor] = lambda pages: pages >= 0,
+        quota: int | None = None,
+    ) -> _Timing:
+        """Time a transfer of the pages that ``keep`` selects, less that of a single page."""
         call = transfer.write_back if direction is Direction.WRITE_BACK else transfer.load
-        result = call(slots, on_device, policy=policy, block_quota=quota)
-        return (
-            self._seconds(lambda: call(slots, on_device, policy=policy, block_quota=quota)),
-            result.bytes,
-            result.copies,
+        pages = torch.arange(transfer.planes[0].host.pages)
+
+        def timing(chosen: torch.Tensor) -> _Timing:
+            on_device = chosen.to(self._device)
+            return self._time(lambda: call(chosen, on_device, policy=policy, block_quota=quota))
+
+        whole, single = timing(pages[keep(pages)]), timing(pages[:1])
+        return _Timing(
+            max(1e-7, whole.seconds - single.seconds),
+            max(1e-7, whole.submit - single.submit),
+            whole.bytes - single.bytes,
+            max(1, whole.copies - single.copies),
         )
 
     def direction(self, direction: Direction) -> DirectionConstants:
         """Measure one direction."""
         defaults = H200.write_back if direction is Direction.WRITE_BACK else H200.load
         to, of = (self._host, self._rows) if direction is Direction.WRITE_BACK else (self._rows, self._host)
-        floor = self._seconds(lambda: None)
-        plain = self._seconds(lambda: to.copy_(of, non_blocking=True)) - floor
-        rate = BUFFER_BYTES / plain
-        # Pages of one layer and row: what a scattered page costs beyond its bytes.
-        scattered = self._transfer(HostLayout.PAGE_FIRST_DIRECT, SMALL_PAGE_BYTES, 1)
-        seconds, size, copies = self._run(direction, scattered, "staged", every=2)
-        batch = (seconds - floor - size / rate) / max(1, copies)
+
+        def copy(size: int) -> None:
+            to[:size].copy_(of[:size], non_blocking=True)
+
+        whole, small = self._time(lambda: copy(BUFFER_BYTES)), self._time(lambda: copy(PAGE_BYTES))
+        rate = (BUFFER_BYTES - PAGE_BYTES) / max(1e-7, whole.seconds - small.seconds)
+        scattered = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
+        batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
         widths = []
         for width in WIDTHS:
-            by_layer = self._transfer(HostLayout.PAGE_FIRST_DIRECT, width, 4)
-            seconds, size, _ = self._run(Direction.LOAD, by_layer, "staged")
-            widths.append((width, min(1.0, max(0.05, size / rate / max(1e-9, seconds - floor)))))
-        short_runs = self._transfer(HostLayout.PAGE_FIRST_DIRECT, 32 << 10, 4)
-        full, half = (self._run(Direction.LOAD, short_runs, "staged", every=every) for every in (1, 2))
-        copy_2d = (half[0] - full[0] / 2) / max(1, half[2])
-        rows = self._transfer(HostLayout.PAGE_FIRST, 1024, 4)
-        one = self._run(direction, rows, "direct", quota=1)
-        many = self._run(direction, rows, "direct", quota=FULL_CTAS)
-        full_rate = many[1] / max(1e-9, many[0] - floor)
+            timing = self._marginal(Direction.LOAD, self._transfer(width, LAYERS), "staged")
+            widths.append((width, min(1.0, timing.bytes / rate / timing.seconds)))
+        wide = self._transfer(WIDTHS[-1], LAYERS)
+        runs = self._marginal(Direction.LOAD, wide, "staged", lambda pages: pages % 9 != 8)
+        copy_2d = (runs.seconds - runs.bytes / rate / widths[-1][1]) / runs.copies
+        rows = self._transfer(ROW_BYTES, 1)
+        direct = [(ctas, self._marginal(direction, rows, "direct", quota=ctas)) for ctas in CTAS]
         return DirectionConstants(
             copy_bytes_per_second=rate,
-            batch_copy_seconds=_sane(batch, defaults.batch_copy_seconds),
-            copy_seconds=max(defaults.copy_seconds, _sane(batch, defaults.batch_copy_seconds)),
+            batch_copy_seconds=_sane(batch_copy, defaults.batch_copy_seconds),
+            batch_submit_seconds=_sane(scattered.submit / scattered.copies, defaults.batch_submit_seconds),
+            copy_seconds=defaults.copy_seconds,
             copy_2d_seconds=_sane(copy_2d, defaults.copy_2d_seconds),
             width_efficiency=tuple(widths),
-            cta_bytes_per_second=min(full_rate, one[1] / max(1e-9, one[0] - floor)),
-            direct_bytes_per_second=full_rate,
+            direct_rates=tuple((ctas, timing.bytes / timing.seconds) for ctas, timing in direct),
         )
 
     def launch_seconds(self) -> float:
-        """Measure what one more kernel of a direct load costs."""
-        rows = self._transfer(HostLayout.PAGE_FIRST, 1024, 4)
-        slots = torch.arange(1, dtype=torch.int64)
-        on_device = slots.to(self._device)
+        """Measure what one more kernel of a direct load costs: a load in parts against the same in one."""
+        transfer = self._transfer(ROW_BYTES, 1)
+        pages = torch.arange(transfer.planes[0].host.pages)
+        on_device = pages.to(self._device)
 
-        def load(layers: int) -> None:
-            for layer in range(layers):
-                rows.load(slots, on_device, layer=layer % 4, policy="direct")
+        def load(parts: int) -> None:
+            for host, device in zip(pages.chunk(parts), on_device.chunk(parts), strict=True):
+                transfer.load(host, device, policy="direct")
 
-        return _sane((self._seconds(lambda: load(33)) - self._seconds(lambda: load(1))) / 32, H200.launch_seconds)
+        whole, parts = self._time(lambda: load(1)), self._time(lambda: load(LAUNCHES))
+        return _sane((parts.seconds - whole.seconds) / (LAUNCHES - 1), H200.launch_seconds)
 
     def relayout_bytes_per_second(self) -> float:
         """Measure the re-layout kernel: device rows are released when it is done."""
-        transfer = self._transfer(HostLayout.PAGE_FIRST, 1024, 4)
-        slots = torch.arange(transfer.planes[0].host.slots, dtype=torch.int64)
-        on_device = slots.to(self._device)
-        found = []
-        for _ in range(REPEATS + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize(self._device)
-            begin.record()
-            transfer.write_back(slots, on_device, policy="staged")
-            end.record()
-            torch.cuda.synchronize(self._device)
-            found.append(begin.elapsed_time(end) / 1e3)
-        return BUFFER_BYTES / _sane(median(found[1:]), BUFFER_BYTES / H200.relayout_bytes_per_second)
+        transfer = self._transfer(ROW_BYTES, LAYERS)
+        pages = torch.arange(transfer.planes[0].host.pages)
+        on_device = pages.to(self._device)
+        timing = self._time(lambda: transfer.write_back(pages, on_device, policy="staged"), until_released=True)
+        return BUFFER_BYTES / _sane(timing.seconds, BUFFER_BYTES / H200.relayout_bytes_per_second)
 
 
 def _sane(value: float, default: float) -> float:
     """Take a measured time, unless noise made it vanish."""
-    return value if value > default / 20 else default / 20
+    return max(value, default / 20)

@@ -10,6 +10,8 @@ from .layout import HostLayout
 STAGED = "staged"
 DIRECT = "direct"
 REFERENCE = "reference"
+NEAR_FULL_RATE = 0.94
+"""Share of the best rate of the main module that its default number of CTAs reaches."""
 POLICIES = ("auto", STAGED, DIRECT, REFERENCE)
 
 
@@ -26,28 +28,28 @@ class DirectionConstants:
     copy_bytes_per_second
         One large copy between pinned memory and the device.
     batch_copy_seconds, copy_seconds, copy_2d_seconds
-        Time one more copy adds on top of its bytes: in a batch, submitted alone, and as a 2-D copy. The larger of what
-        the copy engine and what the caller's thread need.
+        Time the copy engine needs for one more copy on top of its bytes: in a batch, alone, and as a 2-D copy.
+    batch_submit_seconds
+        Time the caller's thread needs for one more copy of a batch; batches of small copies wait for it.
     width_efficiency
         ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of it reach.
-    cta_bytes_per_second
-        What one CTA of the main module moves.
-    direct_bytes_per_second
-        What the main module moves with as many CTAs as it can use.
+    direct_rates
+        ``(ctas, bytes per second)`` pairs by rising CTAs: what the main module moves with that many.
     """
 
     copy_bytes_per_second: float
     batch_copy_seconds: float
+    batch_submit_seconds: float
     copy_seconds: float
     copy_2d_seconds: float
     width_efficiency: tuple[tuple[int, float], ...]
-    cta_bytes_per_second: float
-    direct_bytes_per_second: float
+    direct_rates: tuple[tuple[int, float], ...]
 
     @property
-    def saturating_ctas(self) -> int:
-        """Fewest CTAs with which the main module reaches its full bandwidth."""
-        return max(1, math.ceil(self.direct_bytes_per_second / self.cta_bytes_per_second - 1e-6))
+    def default_ctas(self) -> int:
+        """Fewest measured CTAs that come near the best rate: each more takes an SM from the model for little."""
+        enough = NEAR_FULL_RATE * max(rate for _, rate in self.direct_rates)
+        return next(ctas for ctas, rate in self.direct_rates if rate >= enough)
 
     def efficiency(self, width: int) -> float:
         """Share of the bandwidth of 2-D copies ``width`` bytes wide, by its logarithm between measured widths."""
@@ -62,8 +64,13 @@ class DirectionConstants:
         return before[1]
 
     def direct_rate(self, ctas: int) -> float:
-        """Bytes per second of the main module held to ``ctas`` CTAs."""
-        return min(self.direct_bytes_per_second, ctas * self.cta_bytes_per_second)
+        """Bytes per second of the main module held to ``ctas`` CTAs, between measured numbers in proportion."""
+        below = (0, 0.0)
+        for point in self.direct_rates:
+            if ctas <= point[0]:
+                return below[1] + (point[1] - below[1]) * (ctas - below[0]) / (point[0] - below[0])
+            below = point
+        return below[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class DeviceConstants:
     write_back, load
         Device to host, host to device.
     launch_seconds
-        A kernel launch, its event and the wait for it.
+        What one more kernel costs on a busy stream: launch, event, and its first and last rows.
     relayout_bytes_per_second
         Rate of the re-layout and scatter kernels, in bytes of pages.
     batched
@@ -96,21 +103,21 @@ H200 = DeviceConstants(
     source="defaults measured on one H200, PCIe 5 x16, 2026-11-29",
     write_back=DirectionConstants(
         copy_bytes_per_second=55.1e9,
-        batch_copy_seconds=0.9e-6,
+        batch_copy_seconds=0.06e-6,
+        batch_submit_seconds=0.97e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
         width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
-        cta_bytes_per_second=14e9,
-        direct_bytes_per_second=52.2e9,
+        direct_rates=((1, 26.5e9), (2, 50.0e9), (4, 51.8e9), (8, 52.2e9)),
     ),
     load=DirectionConstants(
         copy_bytes_per_second=55.2e9,
-        batch_copy_seconds=0.9e-6,
+        batch_copy_seconds=0.2e-6,
+        batch_submit_seconds=1.2e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
         width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
-        cta_bytes_per_second=6.5e9,
-        direct_bytes_per_second=51.1e9,
+        direct_rates=((1, 22.5e9), (2, 40.5e9), (4, 49.0e9), (8, 51.1e9)),
     ),
     launch_seconds=5e-6,
     relayout_bytes_per_second=1.3e12,
@@ -119,8 +126,8 @@ H200 = DeviceConstants(
 
 CPU = DeviceConstants(
     source="device and host are one memory",
-    write_back=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), 8e9, 8e9),
-    load=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), 8e9, 8e9),
+    write_back=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), ((1, 8e9),)),
+    load=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), ((1, 8e9),)),
     launch_seconds=1e-6,
     relayout_bytes_per_second=8e9,
 )
@@ -221,8 +228,7 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     pieces = work.layers * work.planes if work.layout is HostLayout.LAYER_FIRST else 1
     copies = (work.runs + chunks - 1) * pieces
     direction = constants.write_back
-    each = direction.batch_copy_seconds if constants.batched and copies > chunks else direction.copy_seconds
-    moved = work.bytes / direction.copy_bytes_per_second + copies * each
+    moved = _copies_seconds(work.bytes, copies, direction, batched=constants.batched and copies > chunks)
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
@@ -231,21 +237,26 @@ def staged_load_seconds(work: Work, constants: DeviceConstants, staging_bytes: i
     direction = constants.load
     chunks = math.ceil(work.bytes / work.layers / max(work.layer_page_bytes, staging_bytes // 4))
     layer_bytes = work.bytes / work.layers
+    runs = work.runs + chunks - 1
     if work.layout is HostLayout.LAYER_FIRST:
-        copies, efficiency = (work.runs + chunks - 1) * work.planes, 1.0
-        each = direction.batch_copy_seconds if constants.batched and copies > 1 else direction.copy_seconds
+        layer = _copies_seconds(layer_bytes, runs * work.planes, direction, batched=constants.batched and runs > 1)
+    elif work.layout is HostLayout.PAGE_FIRST_DIRECT and work.runs == work.pages:
+        layer = _copies_seconds(layer_bytes, runs, direction, batched=constants.batched and runs > 1)
     else:
-        copies, efficiency = work.runs + chunks - 1, direction.efficiency(work.layer_width)
-        each = direction.copy_2d_seconds
-        if work.runs == work.pages and work.layout is HostLayout.PAGE_FIRST_DIRECT:
-            efficiency = 1.0
-            each = direction.batch_copy_seconds if constants.batched and copies > 1 else direction.copy_seconds
-    layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + copies * each
+        efficiency = direction.efficiency(work.layer_width)
+        layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + runs * direction.copy_2d_seconds
     return (
         constants.launch_seconds
         + work.layers * max(layer, constants.launch_seconds)
         + (layer_bytes / constants.relayout_bytes_per_second)
     )
+
+
+def _copies_seconds(size: float, copies: int, direction: DirectionConstants, *, batched: bool) -> float:
+    if not batched:
+        return size / direction.copy_bytes_per_second + copies * direction.copy_seconds
+    engine = size / direction.copy_bytes_per_second + copies * direction.batch_copy_seconds
+    return max(engine, copies * direction.batch_submit_seconds)
 
 
 def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:
@@ -276,7 +287,8 @@ def plan_write_back(
         ``"auto"`` picks the faster path, or staged where it is at most :data:`STAGED_PREFERENCE` slower; the names of
         paths demand that path.
     block_quota
-        Most CTAs a direct transfer may hold; 0 forbids the direct path, None takes as many as reach full bandwidth.
+        Most CTAs a direct transfer may hold; 0 forbids the direct path, None takes the measured trade of
+        bandwidth and SMs.
     staging_bytes
         Budget of the staging ring.
 
@@ -322,7 +334,7 @@ def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
         raise ValueError(
             f"block_quota is {block_quota}; it must be None, 0 (no SM-driven transfer) or a number of CTAs"
         )
-    return block_quota if block_quota else direction.saturating_ctas
+    return block_quota if block_quota else direction.default_ctas
 
 
 def _choose(

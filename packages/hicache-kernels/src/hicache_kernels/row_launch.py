@@ -43,7 +43,7 @@ def default_blocks(destination: Sequence[Rows], source: Sequence[Rows]) -> int:
     """CTAs that reach the full bandwidth of the direction; the smaller number where foreign tables hide it."""
     reads_host = source[0].layers is not None and source[0].device.type == "cpu"
     constants = H200.load if reads_host else H200.write_back
-    return constants.saturating_ctas
+    return constants.default_ctas
 
 
 def _check_pinned(side: Sequence[Rows]) -> None:

@@ -4,7 +4,7 @@ Every figure is the median of repeated operations, as a ratio to a plain pinned 
 undisturbed graph, in the same process.
 """
 
-from .cases import Case, Pattern, direct_grid, grid, quick_grid
+from .cases import Case, Pattern, direct_grid, grid, quick_grid, quota_grid
 from .interference import Disturbance, disturbances
 from .measure import Measurement, measure_case
 from .pool import BenchPool, Buffers
@@ -26,5 +26,6 @@ __all__ = [
     "grid",
     "measure_case",
     "quick_grid",
+    "quota_grid",
     "run_benchmark",
 ]

@@ -51,6 +51,7 @@ PAGE_SIZES = (1, 16, 64)
 LAYOUTS = (HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
 POLICIES = ("staged", "direct", "auto")
 DIRECT_ROWS = (128, 256, 576, 1024, 2048, 4096, 16384)
+QUOTAS = (1, 2, 4, 8)
 MOST_CTAS = 8
 """CTAs that the targets of the direct path allow."""
 
@@ -124,6 +125,12 @@ def direct_grid(rows: Sequence[int] = DIRECT_ROWS) -> Iterator[Case]:
     for row_bytes, direction in itertools.product(rows, Direction):
         shape = Shape(row_bytes, max(2, min(64, (64 << 10) // row_bytes)), 2)
         yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MOST_CTAS)
+
+
+def quota_grid(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:
+    """Numbers of CTAs of the direct path, on an idle device."""
+    for direction, quota in itertools.product(Direction, quotas):
+        yield Case(SHAPES[0], 1, HostLayout.PAGE_FIRST_DIRECT, Pattern.SCATTERED, direction, "direct", quota)
 
 
 def quick_grid() -> tuple[Case, ...]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .cases import direct_grid, grid, quick_grid
+from .cases import direct_grid, grid, quick_grid, quota_grid
 from .plot import plot_report
 from .report import Report, run_benchmark, write_report
 from .targets import evaluate_targets
@@ -34,7 +34,7 @@ def bench(
         report = Report.from_json(show.read_text())
     else:
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        cases = (*quick_grid(), *direct_grid((128, 2048))) if quick else (*grid(), *direct_grid())
+        cases = (*quick_grid(), *direct_grid((128, 2048))) if quick else (*grid(), *direct_grid(), *quota_grid())
         size = mib << 20
         with errors.status("starting") as status:
             report = run_benchmark(

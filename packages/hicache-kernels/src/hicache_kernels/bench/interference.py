@@ -12,11 +12,10 @@ import torch
 from ..layout import HostLayout
 from ..planner import PathUnavailableError
 from ..staging import Direction
-from .cases import SHAPES, Case, Pattern
+from .cases import QUOTAS, SHAPES, Case, Pattern
 from .measure import submit, timing_event
 from .pool import BenchPool, Buffers
 
-QUOTAS = (1, 2, 4, 8)
 REPLAYS = 4
 LEAD_SECONDS = 0.001
 """Head start of the transfers, so that the graph never runs beside nothing."""

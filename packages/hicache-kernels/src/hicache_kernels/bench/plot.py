@@ -85,6 +85,6 @@ def _draw_disturbances(axis: Any, report: Report) -> None:
     axis.axhline(1.0, color="grey", linewidth=0.8)
     axis.set_xlabel("bandwidth of the transfer beside the graph")
     axis.set_ylabel("time of the graph / its time alone")
-    axis.set_title("compute beside transfers: direct by CTAs, staged (stars)")
+    axis.set_title("graphs: direct by CTAs, staged as stars")
     if report.disturbances:
         axis.legend(fontsize=7)
