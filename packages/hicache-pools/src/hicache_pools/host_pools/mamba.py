@@ -19,6 +19,12 @@ class MambaPoolHost(StateHostPool):
 
     device_pool_type: ClassVar[type[DevicePool]] = MambaPool
 
+    @classmethod
+    def _component_names(cls, device_pool: DevicePool) -> tuple[str, ...]:
+        # Wider types first, so that states of different types lie at multiples of their sizes.
+        ordered = sorted(device_pool.components, key=lambda component: -component.dtype.itemsize)
+        return tuple(component.name for component in ordered)
+
     @property
     def conv_buffer(self) -> list[torch.Tensor]:
         """Views of the convolution states."""

@@ -1,0 +1,190 @@
+"""Device pools describe what an engine has, in the shapes it has it in, and refuse what they cannot address."""
+
+import pytest
+import torch
+
+from hicache_pools import (
+    BufferForm,
+    DeepSeekV4PagedPool,
+    DeepSeekV4StatePool,
+    DSATokenToKVPool,
+    MambaPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    component_from_tensors,
+)
+from hicache_pools.simulation import fill_randomly, read_slots
+
+
+def test_every_pool_reads_the_bytes_its_tensors_hold(bench, case_name):
+    case = bench.cases[case_name]
+    page_size = case.page_sizes[-1]
+    pool = case.make(6, page_size, "cpu")
+    bench.fill(pool)
+    slots = bench.slots(torch.randperm(6)[:4], page_size)
+    names = case.components or [component.name for component in pool.components]
+    found = read_slots(pool, slots)
+    for name, rows in zip(names, case.rows(pool), strict=True):
+        per_row = pool.component(name).slots_per_row
+        assert torch.equal(found[name], torch.stack(rows)[:, slots[::per_row] // per_row])
+
+
+def test_from_buffers_copies_nothing_and_keeps_the_tensors_readable(bench):
+    k, v = bench.layers((32, 2, 8), torch.bfloat16, "cpu"), bench.layers((32, 2, 4), torch.bfloat16, "cpu")
+    pool = MHATokenToKVPool.from_buffers(k=k, v=v, page_size=4)
+    assert all(ours is theirs for ours, theirs in zip(pool.k_buffer + pool.v_buffer, k + v, strict=True))
+    assert (pool.size, pool.page_size, pool.layer_num, pool.device.type) == (32, 4, 2, "cpu")
+    assert (pool.head_num, pool.head_dim, pool.v_head_dim) == (2, 8, 4)
+    assert pool.size_bytes == sum(t.numel() * t.element_size() for t in k + v)
+
+
+def test_pools_of_states_name_their_components(bench):
+    def states(*shape, dtype=torch.float32):
+        return bench.layers((5, *shape), dtype, "cpu")
+
+    one = MambaPool.from_buffers(conv=states(4, 3), temporal=states(2, 2), side=states(7, dtype=torch.uint8))
+    several = MambaPool.from_buffers(
+        conv=[states(4, 3), states(2, 3)], temporal=states(2, 2), side={"steps": states(1, dtype=torch.int64)}
+    )
+    assert [c.name for c in one.components] == ["conv[0]", "temporal", "side[0]"]
+    assert [c.name for c in several.components] == ["conv[0]", "conv[1]", "temporal", "side[steps]"]
+    assert [c.element_bytes for c in several.components] == [48, 24, 16, 8]
+
+
+def test_a_stacked_tensor_is_taken_layer_by_layer():
+    stacked = torch.zeros((3, 8, 4, 3))
+    pool = MambaPool.from_buffers(conv=stacked.unbind(0), temporal=torch.zeros((3, 8, 2)).unbind(0))
+    fill_randomly(pool)
+    assert torch.equal(
+        read_slots(pool, torch.tensor([5]))["conv[0]"].flatten(), stacked[:, 5].flatten().view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots"), [((12, 20), 12), ((12, 1, 20), 12), ((3, 4, 20), 12), ((3, 4, 1, 20), 12), ((12, 1, 1, 20), 12)]
+)
+def test_latents_are_taken_in_every_shape(bench, shape, slots):
+    pool = MLATokenToKVPool.from_buffers(kv=bench.layers(shape, torch.bfloat16, "cpu"), page_size=4)
+    assert (pool.size, pool.kv_cache_dim) == (slots, 20)
+
+
+def test_an_index_translation_widens_the_indices_and_not_the_slots(bench):
+    kv = bench.layers((12, 20), torch.bfloat16, "cpu")
+    pool = MLATokenToKVPool.from_buffers(kv=kv, page_size=4, index_translation=torch.arange(48) % 12)
+    assert (pool.size, pool.index_size) == (12, 48)
+
+
+mha, mla, mamba = MHATokenToKVPool.from_buffers, MLATokenToKVPool.from_buffers, MambaPool.from_buffers
+dsa, paged, state = DSATokenToKVPool.from_buffers, DeepSeekV4PagedPool.from_buffers, DeepSeekV4StatePool.from_buffers
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: mha(k=zeros(8, 2, 4), page_size=4), ValueError, "v is None"),
+        (
+            lambda: mha(k=zeros(8, 2, 4), v=zeros(8, 2, 4), kv=zeros(2, 8, 2, 4), page_size=4),
+            ValueError,
+            "kv is given beside k or v",
+        ),
+        (
+            lambda: mha(kv=zeros(3, 8, 2, 4), page_size=4),
+            ValueError,
+            r"kv has shape \(3, 8, 2",
+        ),
+        (
+            lambda: mha(kv=zeros(2, 8, 2, 4), page_size=4, form="head_major"),
+            ValueError,
+            "form is 'head_major'",
+        ),
+        (lambda: mha(k=zeros(8, 4), v=zeros(8, 4), page_size=4), ValueError, "2 dimensions"),
+        (
+            lambda: mha(k=zeros(8, 2, 4), v=zeros(12, 2, 4), page_size=4),
+            ValueError,
+            "v has slots 12; k has 8",
+        ),
+        (
+            lambda: mha(k=zeros(8, 2, 4), v=zeros(8, 2, 4)[:1], page_size=4),
+            ValueError,
+            "v has layers 1; k has 2",
+        ),
+        (
+            lambda: mha(k=zeros(8, 2, 4), v=zeros(8, 2, 4), page_size=0),
+            ValueError,
+            "page_size is 0",
+        ),
+        (
+            lambda: mha(k=[t.mT for t in zeros(8, 4, 2)], v=zeros(8, 2, 4), page_size=4),
+            ValueError,
+            "must be dense",
+        ),
+        (lambda: mla(kv=torch.zeros(2, 8, 4), page_size=4), TypeError, r"kv\.unbind\(0\)"),
+        (lambda: mla(kv=[], page_size=4), ValueError, "kv is empty"),
+        (lambda: mla(kv=[torch.zeros(8, 4), None], page_size=4), TypeError, r"kv\[1\]"),
+        (
+            lambda: mla(kv=[torch.zeros(8, 4), torch.zeros(9, 4)], page_size=4),
+            ValueError,
+            r"kv\[1\] has shape \(9, 4\)",
+        ),
+        (
+            lambda: mla(kv=[torch.zeros(8, 4), torch.zeros(8, 8)[:, :4]], page_size=4),
+            ValueError,
+            r"kv\[1\] has stride",
+        ),
+        (
+            lambda: mla(kv=[torch.zeros(8, 4), torch.zeros(8, 4).half()], page_size=4),
+            ValueError,
+            r"kv\[1\] has dtype",
+        ),
+        (lambda: mla(kv=zeros(4, 4, 2, 8), page_size=4), ValueError, "kv has shape"),
+        (
+            lambda: mla(kv=zeros(8, 4), page_size=4, index_translation=torch.zeros(8)),
+            ValueError,
+            "index_translation has shape",
+        ),
+        (
+            lambda: mamba(conv=zeros(4, 2), temporal=zeros(4, 2), page_size=4),
+            ValueError,
+            "page_size is 4",
+        ),
+        (
+            lambda: mamba(conv=[zeros(4, 2), torch.zeros(4, 2)], temporal=zeros(4, 2)),
+            TypeError,
+            r"conv\[1\] is a tensor among sequences",
+        ),
+        (
+            lambda: mamba(conv=torch.zeros(2, 4, 2), temporal=zeros(4, 2)),
+            TypeError,
+            "conv is one tensor",
+        ),
+        (
+            lambda: dsa(kv=zeros(16, 4), index_k=zeros(3, 96), page_size=4),
+            ValueError,
+            "index_k has slots 12; kv has 16",
+        ),
+        (
+            lambda: paged(kv=zeros(4, 4), compression_ratio=4, page_size=6),
+            ValueError,
+            "page_size is 6",
+        ),
+        (
+            lambda: paged(kv=zeros(4, 4), compression_ratio=4, page_size=16, slots_per_row=6),
+            ValueError,
+            "slots_per_row is 6",
+        ),
+        (lambda: DeepSeekV4PagedPool(30, 8, 4, 16, 2), ValueError, "size is 30"),
+        (lambda: state(state={}), ValueError, "state is empty"),
+        (lambda: state(state=zeros(4, 2), page_size=2), ValueError, "page_size is 2"),
+        (lambda: component_from_tensors("x", zeros(8, 2), BufferForm.HEAD_MAJOR), ValueError, "head-major"),
+        (lambda: component_from_tensors("x", zeros(8), BufferForm.SLOT_MAJOR), ValueError, "x has shape"),
+        (lambda: component_from_tensors("x", zeros(8, 2), slots_per_row=0), ValueError, "slots_per_row of x is 0"),
+        (lambda: component_from_tensors("x", zeros(0, 2)), ValueError, "at least one element"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_accepted(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
