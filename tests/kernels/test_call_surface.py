@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache_kernels import jit_kernel, jit_kernel_reference
+from hicache_kernels import jit_kernel, jit_kernel_reference, reference
 from hicache_kernels.pointer_table import pointer_table, remembered_layers
 from hicache_kernels.probe import unavailable_reason
 
@@ -393,3 +393,9 @@ def test_refused_sizes_are_logged_once_with_the_reason(caplog: pytest.LogCapture
     messages = [record.getMessage() for record in caplog.records]
     assert len([m for m in messages if "20 bytes" in m and "multiple of 16" in m]) == 1
     assert len([m for m in messages if "6 bytes" in m and "multiple of 4" in m]) == 1
+
+
+def test_the_reference_offers_every_call() -> None:
+    calls = [name for name in vars(jit_kernel) if name.startswith("transfer_hicache_")]
+    assert len(calls) == 6
+    assert all(getattr(reference, name) is getattr(jit_kernel_reference, name) for name in calls)

@@ -6,7 +6,28 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .jit_kernel_reference import (
+    transfer_hicache_all_layer,
+    transfer_hicache_all_layer_mla,
+    transfer_hicache_all_layer_mla_staged_lf_pf,
+    transfer_hicache_all_layer_staged_lf_pf,
+    transfer_hicache_one_layer,
+    transfer_hicache_one_layer_mla,
+)
 from .plane import Plane
+
+__all__ = [
+    "device_row_view",
+    "host_row_view",
+    "load",
+    "transfer_hicache_all_layer",
+    "transfer_hicache_all_layer_mla",
+    "transfer_hicache_all_layer_mla_staged_lf_pf",
+    "transfer_hicache_all_layer_staged_lf_pf",
+    "transfer_hicache_one_layer",
+    "transfer_hicache_one_layer_mla",
+    "write_back",
+]
 
 
 def device_row_view(plane: Plane, row: int) -> torch.Tensor:
