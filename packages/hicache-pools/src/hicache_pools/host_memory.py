@@ -261,6 +261,8 @@ def allocate_host_buffer(
     allocator_type, huge_pages = AllocatorType(allocator_type), HugePages(huge_pages)
     if nbytes <= 0:
         raise ValueError(f"nbytes is {nbytes}; a host buffer has at least one byte")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads is {threads}; at least one has to touch the memory")
     boundaries = _boundaries(nbytes, page_bytes, chunk_bytes)
     runtime, reason = _runtime(pin, device, runtime)
     (budget or HostMemoryBudget()).check(nbytes)
