@@ -1,4 +1,4 @@
-"""Calibration and the benchmark on a GPU: every figure is there and makes sense; how large is for the benchmark to say."""
+"""Calibration and the benchmark on a GPU: every figure is there and makes sense; its size is for benchmarks to say."""
 
 from dataclasses import replace
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def device_row_view(plane: Plane, row: int) -> torch.Tensor:
-    """Bytes of device row ``row`` of every slot, uint8 ``[blocks, block_slots, row_bytes]`` over the engine's tensor."""
+    """View device row ``row`` of every slot, uint8 ``[blocks, block_slots, row_bytes]``, over the engine's tensor."""
     rows = plane.device
     tensor = rows.tensors[row // rows.rows_per_layer]
     storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -43,7 +43,7 @@ def device_row_view(plane: Plane, row: int) -> torch.Tensor:
 
 
 def host_row_view(plane: Plane, row: int) -> torch.Tensor:
-    """Bytes of device row ``row`` of every host slot, uint8 ``[pages, page_size, row_bytes]`` over the pool's buffer."""
+    """View device row ``row`` of every host slot, uint8 ``[pages, page_size, row_bytes]`` over the pool's buffer."""
     layer, sub_row = divmod(row, plane.device.rows_per_layer)
     strides = plane.host.strides
     return plane.host.buffer.as_strided(
