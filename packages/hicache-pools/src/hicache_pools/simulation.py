@@ -20,11 +20,21 @@ from contextvars import ContextVar
 
 import torch
 
-from hicache_kernels import HostRows, HostStrides, Plane
-from hicache_kernels.reference import device_row_view
+from hicache_kernels import (
+    Capabilities,
+    HostRows,
+    HostStrides,
+    Plane,
+    PlaneTransfer,
+    TransferPolicy,
+    TransferResult,
+    reference,
+)
+from hicache_kernels.checks import CheckedIndices, check_indices
 
 from .device_pools import DeviceComponent, DevicePool
 
+_REASON = "this pool was made inside cpu_simulation"
 _active: ContextVar[bool] = ContextVar("hicache_pools_cpu_simulation", default=False)
 
 
@@ -41,6 +51,55 @@ def cpu_simulation() -> Iterator[None]:
 def simulation_is_active() -> bool:
     """Whether the caller is inside :func:`cpu_simulation`."""
     return _active.get()
+
+
+class ReferenceTransfer(PlaneTransfer):
+    """Transfers of a simulated pool: the checks of every transfer, then plain torch; loads no compiled module."""
+
+    def write_back(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        *,
+        policy: TransferPolicy | str | None = None,
+        block_quota: int | None = None,
+    ) -> TransferResult:
+        """Copy all layers; done when it returns. ``policy`` and ``block_quota`` change nothing."""
+        indices = self._checked(host_indices, device_indices)
+        reference.write_back(self.planes, host_indices, device_indices)
+        return TransferResult("reference", _REASON, indices.page_count * self.page_bytes, indices.runs)
+
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        *,
+        layer: int | None = None,
+        policy: TransferPolicy | str | None = None,
+        block_quota: int | None = None,
+        layer_events: bool = False,
+    ) -> TransferResult:
+        """Copy one layer, or all with None; done when it returns. The other arguments change nothing."""
+        indices = self._checked(host_indices, device_indices)
+        reference.load(self.planes, host_indices, device_indices, layer)
+        layers = self.layers if layer is None else 1
+        size = indices.page_count * self.page_bytes // self.layers * layers
+        return TransferResult("reference", _REASON, size, indices.runs)
+
+    def capabilities(self) -> Capabilities:
+        """Nothing but the reference."""
+        return Capabilities("reference", "reference", False, False, f"neither staged nor direct: {_REASON}")
+
+    def _checked(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> CheckedIndices:
+        plane = self.planes[0]
+        return check_indices(
+            host_indices,
+            device_indices,
+            page_size=self.page_size,
+            host_slots=plane.host.slots,
+            device_slots=plane.device.slots,
+            device=self.device,
+        )
 
 
 def fill_randomly(device_pool: DevicePool) -> None:
@@ -85,4 +144,4 @@ def read_slots(device_pool: DevicePool, slots: torch.Tensor) -> dict[str, torch.
 
 def _row_view(component: DeviceComponent, row: int) -> torch.Tensor:
     nowhere = HostRows(torch.empty(0, dtype=torch.uint8), HostStrides(0, 0, 0, 0), 1, 1)
-    return device_row_view(Plane(component.name, component.row_bytes, component.rows, nowhere), row)
+    return reference.device_row_view(Plane(component.name, component.row_bytes, component.rows, nowhere), row)

@@ -26,11 +26,11 @@ from ..device_pools import DevicePool
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
 from ..packed_draft import append_draft_layers, unwrap_draft_pool
-from ..simulation import simulation_is_active
+from ..simulation import ReferenceTransfer, simulation_is_active
 from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
 from .indices import IndexRows
 from .memory_options import HostMemoryOptions, allocate_pool_buffer
-from .staging import pool_staging, simulated_staging
+from .staging import pool_staging
 from .transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
@@ -141,8 +141,8 @@ class HostPool:
             )
         if str(device) != "cpu":
             raise ValueError(f"device is {device!r}; host memory is on 'cpu'")
-        self._simulated = simulation_is_active()
-        if self._simulated and device_pool.device.type != "cpu":
+        simulated = simulation_is_active()
+        if simulated and device_pool.device.type != "cpu":
             raise ValueError(f"device_pool is on {device_pool.device}; inside cpu_simulation it must be on the CPU")
         policy = _one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
         self.layout = HostLayout(_one_of("layout", layout, self.layouts))
@@ -182,7 +182,8 @@ class HostPool:
             options=memory_options or HostMemoryOptions(),
             drain=self._gate.drain,
         )
-        self._transfer: PlaneTransfer | None = PlaneTransfer(
+        transfer_type = ReferenceTransfer if simulated else PlaneTransfer
+        self._transfer: PlaneTransfer | None = transfer_type(
             [
                 Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
                 for c, s in zip(components, self._strides, strict=True)
@@ -337,7 +338,7 @@ class HostPool:
 
     def _init_write_back_staging_buffers(self) -> None:
         """Take what the device's staging ring offers this pool, and set the flags to what there is."""
-        self._staging = simulated_staging() if self._simulated else pool_staging(self.transfer, self._policy)
+        self._staging = pool_staging(self.transfer, self._policy)
         self.staging_page_capacity = self._staging.pages
         self.staging_token_capacity = self._staging.pages * self.page_size
         self.can_use_jit = self._staging.capabilities.direct

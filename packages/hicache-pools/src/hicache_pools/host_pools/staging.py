@@ -56,13 +56,6 @@ def pool_staging(transfer: PlaneTransfer, policy: TransferPolicy) -> PoolStaging
     return _settled(capabilities, pages, policy)
 
 
-def simulated_staging() -> PoolStaging:
-    """Settle on the reference, for a pool of :func:`hicache_pools.simulation.cpu_simulation`."""
-    reason = "staged and direct: this pool was made inside cpu_simulation"
-    capabilities = Capabilities("reference", "reference", False, False, reason)
-    return PoolStaging(capabilities, 0, TransferPolicy.REFERENCE, TransferPolicy.REFERENCE)
-
-
 def _settled(capabilities: Capabilities, pages: int, policy: TransferPolicy) -> PoolStaging:
     there = {TransferPolicy.STAGED: capabilities.staged, TransferPolicy.DIRECT: capabilities.direct}
     if not there.get(policy, False):
