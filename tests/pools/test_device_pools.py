@@ -7,6 +7,7 @@ from hicache_pools import (
     BufferForm,
     DeepSeekV4PagedPool,
     DeepSeekV4StatePool,
+    DevicePool,
     DSATokenToKVPool,
     MambaPool,
     MHATokenToKVPool,
@@ -183,6 +184,7 @@ def zeros(*shape, dtype=torch.bfloat16):
         (lambda: component_from_tensors("x", zeros(8), BufferForm.SLOT_MAJOR), ValueError, "x has shape"),
         (lambda: component_from_tensors("x", zeros(8, 2), slots_per_row=0), ValueError, "slots_per_row of x is 0"),
         (lambda: component_from_tensors("x", zeros(0, 2)), ValueError, "at least one element"),
+        (lambda: DevicePool().describe([], 4), ValueError, "components is empty"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_is_accepted(make, error, message):

@@ -39,12 +39,30 @@ class DevicePool:
     dtype: torch.dtype
     index_translation: torch.Tensor | None
 
-    def _describe(
+    def describe(
         self,
         components: Sequence[DeviceComponent],
         page_size: int,
         index_translation: torch.Tensor | None = None,
     ) -> None:
+        """Set the pool up; what makes a pool calls it once.
+
+        Parameters
+        ----------
+        components
+            At least one, in the order the host keeps them.
+        page_size
+            Slots a page.
+        index_translation
+            As the attribute.
+
+        Raises
+        ------
+        ValueError
+            If components differ in layers, slots or device, or pages do not hold whole rows.
+        """
+        if not components:
+            raise ValueError("components is empty; a device pool has at least one")
         first = components[0]
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")

@@ -111,7 +111,7 @@ class DeepSeekV4PagedPool(DevicePool):
             component_from_tensors(name, layers, BufferForm.SLOT_MAJOR, slots_per_row=slots_per_row)
             for name, layers in families.items()
         ]
-        self._describe(components, page_size, index_translation)
+        self.describe(components, page_size, index_translation)
         self.kv_buffer = list(kv)
         self.indexer_buffer = list(indexer)
         self.compression_ratio = compression_ratio
@@ -182,5 +182,5 @@ class DeepSeekV4StatePool(DevicePool):
         if not states:
             raise ValueError("state is empty; pass one tensor a layer, or a mapping from names to such sequences")
         components = [component_from_tensors(name, layers, BufferForm.SLOT_MAJOR) for name, layers in states.items()]
-        self._describe(components, 1, index_translation)
+        self.describe(components, 1, index_translation)
         self.state_buffer = {name: list(layers) for name, layers in states.items()}

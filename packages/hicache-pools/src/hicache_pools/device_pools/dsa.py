@@ -104,7 +104,7 @@ class DSATokenToKVPool(MLATokenToKVPool):
     ) -> None:
         latent: DeviceComponent = latent_component(kv)
         index = component_from_tensors("index_k", index_k, BufferForm.SLOT_MAJOR, slots_per_row=index_page_size)
-        self._describe([latent, index], page_size, index_translation)
+        self.describe([latent, index], page_size, index_translation)
         self.kv_buffer = list(kv)
         self.kv_cache_dim = latent.element_shape[-1]
         self.index_k_with_scale_buffer = list(index_k)

@@ -112,7 +112,7 @@ class MambaPool(DevicePool):
         components = [_state(f"conv[{i}]", layers) for i, layers in enumerate(conv)]
         components.append(_state("temporal", temporal))
         components += [_state(f"side[{name}]", layers) for name, layers in side.items()]
-        self._describe(components, 1, index_translation)
+        self.describe(components, 1, index_translation)
         self.conv = [list(layers) for layers in conv]
         self.temporal = list(temporal)
         self.side = {name: list(layers) for name, layers in side.items()}

@@ -117,7 +117,7 @@ class MHATokenToKVPool(DevicePool):
                     "[blocks, block, heads, dim] and, head-major, [heads, slots, dim]"
                 )
             components.append(component)
-        self._describe(components, page_size, index_translation)
+        self.describe(components, page_size, index_translation)
         self.k_buffer = list(k)
         self.v_buffer = list(v)
         self.head_num, self.head_dim = components[0].element_shape

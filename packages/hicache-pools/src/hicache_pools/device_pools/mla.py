@@ -81,7 +81,7 @@ class MLATokenToKVPool(DevicePool):
         page_size: int,
         index_translation: torch.Tensor | None,
     ) -> None:
-        self._describe([component], page_size, index_translation)
+        self.describe([component], page_size, index_translation)
         self.kv_buffer = list(kv)
         self.kv_cache_dim = component.element_shape[-1]
 
