@@ -1,4 +1,4 @@
-"""A small stack of pools, allocator and controller whose transfers and storage can be held at a gate or made to fail."""
+"""A small stack of pools, allocator and controller; transfers and storage can be held at a gate or made to fail."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage.memory import MemoryStorage
+from hicache_controller.storage_link import StorageSettings
 from hicache_pools.device_pools import MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
@@ -106,6 +107,7 @@ class Stack:
         host_pages: int = 32,
         layout: str = "page_first",
         storage: bool = False,
+        storage_settings: StorageSettings | None = None,
         controller: type[HiCacheController] = HiCacheController,
         **options: Any,
     ) -> None:
@@ -125,7 +127,7 @@ class Stack:
             device_free_fn=self.allocator.free,
         )
         self.group = HostPoolGroup([self.entry])
-        self.controller = controller(self.group, **options)
+        self.controller = controller(self.group, storage=storage_settings, **options)
         self.storage = GatedStorage()
         if storage:
             self.controller.attach_storage_backend(self.storage)

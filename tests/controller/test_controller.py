@@ -9,8 +9,8 @@ from hicache_controller.controller import HiCacheController
 from hicache_controller.events import HostSignal
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.operations import CacheOperation
-from hicache_pools.host_pools import NullPoolHost
 from hicache_pools.group import HostPoolGroup, PoolEntry
+from hicache_pools.host_pools import NullPoolHost
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
 

@@ -1,4 +1,4 @@
-"""The five hazards on the CPU worker threads, their windows held open by gates; each guard taken out must be noticed."""
+"""The five hazards on the CPU worker threads, windows held open by gates; a guard taken out must be noticed."""
 
 import pytest
 

@@ -23,7 +23,7 @@ from .metrics import Metrics
 from .operation_queue import OperationQueue, StartedOperation
 from .operations import Ack, CacheOperation, StorageAck
 from .storage_link import StorageLink, StorageSettings
-from .storage_worker import PrefetchOperation, StorageBackend
+from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
 from .transfer_engine import Guards, L2Transfer, L2TransferEngine, TransferHandle
 
 
@@ -377,12 +377,7 @@ class HiCacheController:
         RuntimeError
             If the controller is closed or has no backend.
         """
-        self._check_open()
-        self._check_host_slots(host_indices, len(keys))
-        with self._lock:
-            use = self._anchor_host_use(host_indices, Access.READ)
-            self._start_writes_of([use])
-            self.storage.backup(host_indices, keys, parents, node_id, use)
+        self._backup(host_indices, keys, parents, node_id, ())
 
     def poll_backups(self, wait: bool = False) -> list[StorageAck]:
         """Return the acks of the backups that are done, in order; with ``wait`` at least one, where there is any."""
@@ -412,13 +407,7 @@ class HiCacheController:
         ValueError, RuntimeError
             As :meth:`backup`.
         """
-        self._check_open()
-        if host_indices is None:
-            return self.storage.prefetch(None, keys, request_id, None)
-        self._check_host_slots(host_indices, len(keys))
-        with self._lock:
-            use = self._anchor_host_use(host_indices, Access.WRITE)
-            return self.storage.prefetch(host_indices, keys, request_id, use)
+        return self._prefetch(host_indices, keys, request_id, ())
 
     def prefetch_ready(self, operation: PrefetchOperation) -> bool:
         """Tell whether, by the prefetch policy, the request may run now, on every rank; then call its ``wait``."""
@@ -585,9 +574,51 @@ class HiCacheController:
     def _uses(self, operation: CacheOperation, side: Side, access: Access) -> list[Use]:
         return [transfer.use(side, access) for transfer in self._transfers(operation, load=False)]
 
-    def _anchor_host_use(self, host_indices: torch.Tensor, access: Access) -> Use:
-        name = str(self.host_group.anchor_entry.name)
-        return Use(Place(name, Side.HOST), access, page_granules(host_indices, self.page_size))
+    def _backup(
+        self,
+        host_indices: torch.Tensor,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None,
+        node_id: int,
+        pool_transfers: Sequence[PoolTransfer],
+    ) -> None:
+        self._check_open()
+        if parents is not None and len(parents) != len(keys):
+            raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
+        parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
+        with self._lock:
+            self._start_writes_of(uses)
+            self.storage.backup(parts, node_id, uses)
+
+    def _prefetch(
+        self,
+        host_indices: torch.Tensor | None,
+        keys: Sequence[bytes],
+        request_id: str,
+        pool_transfers: Sequence[PoolTransfer],
+    ) -> PrefetchOperation:
+        self._check_open()
+        if host_indices is None:
+            return self.storage.prefetch((), request_id, ())
+        parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
+        with self._lock:
+            self._start_writes_of(uses)
+            return self.storage.prefetch(parts, request_id, uses)
+
+    def _storage_parts(
+        self,
+        host_indices: torch.Tensor,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None,
+        pool_transfers: Sequence[PoolTransfer],
+        access: Access,
+    ) -> tuple[list[StoragePart], list[Use]]:
+        """Check what moves between host and storage, and say it as the storage threads and the books need it."""
+        self._check_host_slots(host_indices, len(keys))
+        anchor = str(self.host_group.anchor_entry.name)
+        parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
+        uses = [Use(Place(anchor, Side.HOST), access, page_granules(host_indices, self.page_size))]
+        return parts, uses
 
     def _users_of_host(self, use: Use) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Tell for each page whether anything queued or submitted uses it."""
@@ -624,10 +655,10 @@ class HiCacheController:
         check_indices("host_indices", host_indices, int(entry.host_pool.page_size), int(entry.host_pool.size))
         if host_indices.device.type != "cpu":
             raise ValueError(f"host_indices is on {host_indices.device}; host slots are named on cpu")
-        if pages is not None and host_indices.numel() != pages * self.page_size:
+        if pages is not None and host_indices.numel() != pages * int(entry.host_pool.page_size):
             raise ValueError(
                 f"host_indices has {host_indices.numel()} slots for {pages} keys; "
-                f"{pages * self.page_size} are expected, {self.page_size} a page"
+                f"{pages * entry.host_pool.page_size} are expected, {entry.host_pool.page_size} a page"
             )
         self._host_slots.check_owned(entry, host_indices)
 

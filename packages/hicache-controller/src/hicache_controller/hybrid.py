@@ -13,9 +13,11 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
 from .controller import HiCacheController
 from .events import Event
+from .in_flight import Access, Place, Side, Use, page_granules
 from .indices import check_indices, device_slots
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
+from .storage_worker import PrefetchOperation, StoragePart
 from .transfer_engine import L2Transfer
 
 
@@ -142,6 +144,55 @@ class HybridCacheController(HiCacheController):
                 self._check_host_slots(transfer.host_indices, pool=transfer.name)
         return self._load(host_indices, node_id, ready_event, transfers)
 
+    def storage_exists(self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()) -> int:
+        """Return the leading pages of which the storage of every rank has all that the pools' hit policies need.
+
+        Parameters
+        ----------
+        keys
+            Storage key of each of the anchor's pages.
+        pool_transfers
+            One a further pool. With the hit policy ``TRAILING_PAGES`` as many last pages are needed as it has keys, one
+            where it has none.
+        """
+        return self.storage.exists(keys, self._with_sidecars(pool_transfers))
+
+    def backup(
+        self,
+        host_indices: torch.Tensor,
+        keys: Sequence[bytes],
+        *,
+        parents: Sequence[bytes | None] | None = None,
+        node_id: int,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> None:
+        """Queue host pages of the anchor and of further pools for storage.
+
+        Parameters
+        ----------
+        host_indices, keys, parents, node_id
+            As in :meth:`HiCacheController.backup`.
+        pool_transfers
+            One a further pool, with its host indices and keys. A pool that shares the anchor's slots needs neither.
+            With the hit policy ``ALL_PAGES`` a page counts as stored once its part is, too.
+        """
+        self._backup(host_indices, keys, parents, node_id, self._with_sidecars(pool_transfers))
+
+    def prefetch(
+        self,
+        host_indices: torch.Tensor | None,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> PrefetchOperation:
+        """Queue pages of the anchor and of further pools to come from storage; see :meth:`backup`.
+
+        The transfers come with host indices, which stay the caller's. Where one has the hit policy ``TRAILING_PAGES``,
+        either the whole prefix comes or none of it counts.
+        """
+        return self._prefetch(host_indices, keys, request_id, self._with_sidecars(pool_transfers))
+
     # Inside
 
     def _layer_plan(self) -> LayerPlan:
@@ -156,6 +207,37 @@ class HybridCacheController(HiCacheController):
                 f"pool_transfers names {wrong}; accepted is one transfer for each pool other than the anchor {anchor}"
             )
         return [*pool_transfers, *(spec.transfer() for spec in self._sidecars if str(spec.pool_name) not in named)]
+
+    def _storage_parts(
+        self,
+        host_indices: torch.Tensor,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None,
+        pool_transfers: Sequence[PoolTransfer],
+        access: Access,
+    ) -> tuple[list[StoragePart], list[Use]]:
+        parts, uses = super()._storage_parts(host_indices, keys, parents, (), access)
+        anchor = self.host_group.anchor_entry.name
+        for transfer in pool_transfers:
+            slots, names = transfer.host_indices, transfer.keys
+            if transfer.indices_from_pool == anchor:
+                slots, names = host_indices, keys if names is None else names
+            if slots is None or names is None:
+                missing = "host_indices" if slots is None else "keys"
+                raise ValueError(f"transfer {transfer.name!s} has no {missing}; storage needs both")
+            whole = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+            if whole and len(names) != len(keys):
+                raise ValueError(
+                    f"transfer {transfer.name!s} has {len(names)} keys; with the hit policy all_pages it needs one for "
+                    f"each of the anchor's {len(keys)} pages"
+                )
+            self._check_host_slots(slots, len(names), pool=transfer.name)
+            stored = [name if isinstance(name, bytes) else name.encode() for name in names]
+            name = str(transfer.name)
+            parts.append(StoragePart(name, stored, slots, parts[0].parents if whole else None, transfer.hit_policy))
+            page_size = int(self.host_group.get_pool(name).page_size)
+            uses.append(Use(Place(name, Side.HOST), access, page_granules(slots, page_size)))
+        return parts, uses
 
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor

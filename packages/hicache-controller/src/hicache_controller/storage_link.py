@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hicache_pools.pool_transfer import PoolTransfer
+
 from .agreement import Agreement
 from .in_flight import Access, Use
 from .operations import StorageAck
@@ -25,6 +27,7 @@ from .storage_worker import (
     PrefetchPolicy,
     StorageBackend,
     StorageMover,
+    StoragePart,
     StorageTask,
     StorageThread,
     generic_page_functions,
@@ -88,8 +91,10 @@ class StorageSettings:
 class _Lookup(StorageTask):
     """A question to storage: how many leading keys it has."""
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        super().__init__(torch.empty(0, dtype=torch.int64), keys, ())
+    def __init__(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> None:
+        super().__init__((), ())
+        self.keys = keys
+        self.transfers = transfers
         self.found = 0
 
 
@@ -222,15 +227,15 @@ class StorageLink:
 
     # Lookup
 
-    def exists(self, keys: Sequence[bytes]) -> int:
-        """Return the leading pages that storage has on every rank."""
-        return self._agreement.smallest([self._exists(keys)])[0]
+    def exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = ()) -> int:
+        """Return the leading pages of which storage has all that the pools need, on every rank."""
+        return self._agreement.smallest([self._exists(keys, transfers)])[0]
 
-    def _exists(self, keys: Sequence[bytes]) -> int:
+    def _exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> int:
         attached = self._attached
         if attached is None or not keys or time.monotonic() < self._quiet_until:
             return 0
-        lookup = _Lookup(keys)
+        lookup = _Lookup(keys, transfers)
         if not attached.lookups.submit(lookup, timeout=0):
             return 0
         if not lookup.host_ready.synchronize(self.settings.timeout_seconds):
@@ -249,23 +254,14 @@ class StorageLink:
 
     # Backup
 
-    def backup(
-        self,
-        host_indices: torch.Tensor,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes | None] | None,
-        node_id: int,
-        use: Use,
-    ) -> None:
+    def backup(self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[Use]) -> None:
         """Queue pages for storage; see :meth:`HiCacheController.backup`."""
-        if parents is not None and len(parents) != len(keys):
-            raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
         attached = self._need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
-        after = self._engine.events_of_users([(use, accesses)])
-        operation = BackupOperation(host_indices, keys, parents, node_id, after)
+        after = self._engine.events_of_users([(use, accesses) for use in uses])
+        operation = BackupOperation(parts, node_id, after)
         self._backups.append(operation)
-        if not self._submit(attached.backups, operation, use, self.settings.timeout_seconds):
+        if not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
             self._metrics.count("backup_dropped_pages", operation.pages)
             operation.error = RuntimeError(
                 f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for "
@@ -294,23 +290,19 @@ class StorageLink:
 
     # Prefetch
 
-    def prefetch(
-        self, host_indices: torch.Tensor | None, keys: Sequence[bytes], request_id: str, use: Use | None
-    ) -> PrefetchOperation:
+    def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[Use]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self._need_backend()
-        after = [] if use is None else self._engine.events_of_users([(use, (Access.READ, Access.WRITE))])
         operation = PrefetchOperation(
-            host_indices,
-            keys if host_indices is not None else (),
+            parts,
             request_id,
             agreement=self._agreement,
-            after=after,
+            after=self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses]),
             deadline_seconds=self.settings.timeout_seconds,
         )
-        if use is None:
+        if not parts:
             operation.host_ready.fire()
-        elif self._submit(attached.prefetches, operation, use, 0):
+        elif self._submit(attached.prefetches, operation, uses, 0):
             self._prefetches = [each for each in self._prefetches if not each.done]
             self._prefetches.append(operation)
         else:
@@ -349,9 +341,9 @@ class StorageLink:
             raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
         return self._attached
 
-    def _submit(self, thread: StorageThread[Any], operation: StorageTask, use: Use, timeout: float) -> bool:
+    def _submit(self, thread: StorageThread[Any], operation: StorageTask, uses: Sequence[Use], timeout: float) -> bool:
         if not self._synchronous:
-            self._engine.in_flight.add(operation, [use])
+            self._engine.in_flight.add(operation, uses)
         queued = False
         try:
             queued = thread.submit(operation, timeout=timeout)
@@ -372,7 +364,11 @@ class StorageLink:
         )
 
         def look_up(task: _Lookup) -> None:
-            task.found = backend.batch_exists(task.keys)
+            if not task.transfers:
+                task.found = backend.batch_exists(task.keys)
+            elif isinstance(backend, HiCacheStorage):
+                # A generic backend knows no hit policies, so with further pools it has no hits.
+                task.found = backend.batch_exists_pools(task.keys, task.transfers)
 
         backups: StorageThread[BackupOperation] = StorageThread(
             "hicache-backup",

@@ -8,9 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+
+from hicache_pools.pool_transfer import PoolHitPolicy
 
 from .agreement import Agreement
 from .events import Event, HostSignal, wait_until_done
@@ -108,14 +110,63 @@ def _pages(host_indices: torch.Tensor, pool: Any) -> list[int]:
     return pages
 
 
+class StoragePart(NamedTuple):
+    """One pool's pages in a storage operation.
+
+    Attributes
+    ----------
+    name
+        Of the pool in the storage.
+    keys
+        One a page.
+    host_indices
+        int64 or int32 slots on CPU, whole pages in the order of ``keys``.
+    parents
+        For each page the key of the page before it, None for a first page; None where pages are independent.
+    hit_policy
+        Whether there is a part for each of the anchor's pages, or one for the last pages only.
+    """
+
+    name: str
+    keys: Sequence[bytes]
+    host_indices: torch.Tensor
+    parents: Sequence[bytes | None] | None = None
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+    @property
+    def trailing(self) -> bool:
+        """Whether it is for the last pages only."""
+        return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
+
+    def batch(self, start: int, end: int) -> StoragePart:
+        """Cut out a range of its pages."""
+        page_size = len(self.host_indices) // max(1, len(self.keys))
+        return self._replace(
+            keys=self.keys[start:end],
+            host_indices=self.host_indices[start * page_size : end * page_size],
+            parents=None if self.parents is None else self.parents[start:end],
+        )
+
+
 class StorageTask(InFlightOperation):
-    """Host pages that a storage thread reads or writes; in flight until its signal fires."""
+    """Host pages that a storage thread reads or writes; in flight until its signal fires.
+
+    Attributes
+    ----------
+    parts
+        One a pool, the anchor's first; none where this rank had no room.
+    after
+        Events the work has to follow.
+    error
+        What ended it, or None.
+    cancelled
+        Whether it is to stop behind the batch that moves now.
+    """
 
     host_ready: HostSignal
 
-    def __init__(self, host_indices: torch.Tensor, keys: Sequence[bytes], after: Sequence[Event]) -> None:
-        self.host_indices = host_indices
-        self.keys = list(keys)
+    def __init__(self, parts: Sequence[StoragePart], after: Sequence[Event]) -> None:
+        self.parts = tuple(parts)
         self.after = tuple(after)
         self.host_ready = HostSignal()
         self.error: BaseException | None = None
@@ -123,13 +174,18 @@ class StorageTask(InFlightOperation):
 
     @property
     def pages(self) -> int:
-        """Number of pages."""
-        return len(self.keys)
+        """Pages of the anchor."""
+        return len(self.parts[0].keys) if self.parts else 0
 
-    def slots(self, start: int, end: int) -> torch.Tensor:
-        """Host slots of a range of its pages."""
-        page_size = len(self.host_indices) // max(1, self.pages)
-        return self.host_indices[start * page_size : end * page_size]
+    @property
+    def whole_parts(self) -> tuple[StoragePart, ...]:
+        """Parts for every page of the anchor, which is the first."""
+        return tuple(part for part in self.parts if not part.trailing)
+
+    @property
+    def trailing_parts(self) -> tuple[StoragePart, ...]:
+        """Parts for the last pages."""
+        return tuple(part for part in self.parts if part.trailing)
 
 
 class BackupOperation(StorageTask):
@@ -137,22 +193,14 @@ class BackupOperation(StorageTask):
 
     Attributes
     ----------
-    node_id, parents
+    node_id
         As given to ``backup``.
     stored_pages
-        Leading pages stored so far.
+        Leading pages stored so far, in every pool that has a part for each.
     """
 
-    def __init__(
-        self,
-        host_indices: torch.Tensor,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes | None] | None,
-        node_id: int,
-        after: Sequence[Event] = (),
-    ) -> None:
-        super().__init__(host_indices, keys, after)
-        self.parents = None if parents is None else list(parents)
+    def __init__(self, parts: Sequence[StoragePart], node_id: int, after: Sequence[Event] = ()) -> None:
+        super().__init__(parts, after)
         self.node_id = node_id
         self.stored_pages = 0
 
@@ -175,15 +223,14 @@ class PrefetchOperation(StorageTask):
 
     def __init__(
         self,
-        host_indices: torch.Tensor | None,
-        keys: Sequence[bytes],
+        parts: Sequence[StoragePart],
         request_id: str,
         *,
         agreement: Agreement,
         after: Sequence[Event] = (),
         deadline_seconds: float | None = None,
     ) -> None:
-        super().__init__(torch.empty(0, dtype=torch.int64) if host_indices is None else host_indices, keys, after)
+        super().__init__(parts, after)
         self.request_id = request_id
         self.began = time.monotonic()
         self._agreement = agreement
@@ -193,8 +240,11 @@ class PrefetchOperation(StorageTask):
 
     @property
     def completed_pages(self) -> int:
-        """Leading pages whose bytes are there: a hole ends them. Of all ranks, once :meth:`wait` has returned."""
-        return self._loaded_pages if self._agreed is None else self._agreed
+        """Leading pages whose bytes are there, in every pool, up to a hole; once :meth:`wait` is over, of all ranks.
+
+        Where a pool has a part for the last pages only, a shorter prefix is of no use: all pages count, or none.
+        """
+        return self._usable() if self._agreed is None else self._agreed
 
     @property
     def done(self) -> bool:
@@ -220,12 +270,15 @@ class PrefetchOperation(StorageTask):
             if not self.host_ready.synchronize(timeout if timeout is not None else self._deadline_seconds):
                 self.cancel()
                 self.host_ready.synchronize(self._deadline_seconds)
-            self._agreed = self._agreement.smallest([self._loaded_pages])[0]
+            self._agreed = self._agreement.smallest([self._usable()])[0]
         return self._agreed
 
     def progress(self, pages: int) -> None:
         """Note that the next ``pages`` pages are there; for the prefetch thread."""
         self._loaded_pages += pages
+
+    def _usable(self) -> int:
+        return self._loaded_pages if self._loaded_pages == self.pages or not self.trailing_parts else 0
 
 
 Task = TypeVar("Task", bound=StorageTask)
@@ -379,37 +432,53 @@ class StorageMover:
 
     def backup(self, task: BackupOperation, stopping: threading.Event) -> None:
         """Store pages in order; behind a page that cannot be stored nothing is, as nobody would find it."""
-        attempts = 0
         while task.stored_pages < task.pages and not task.cancelled:
             start = task.stored_pages
             end = min(start + self._batch_pages, task.pages)
-            parents = None if task.parents is None else task.parents[start:end]
-            leading = self._call("backup", self.page_set, task.keys[start:end], task.slots(start, end), parents, ANCHOR)
-            task.stored_pages += leading
-            self._metrics.count("backup_pages", leading)
-            if leading == end - start:
-                attempts = 0
-                continue
-            attempts = 1 if leading else attempts + 1
-            if attempts > self._retries or stopping.wait(self._retry_seconds * 2 ** (attempts - 1)):
+            stored = min(self._store(part.batch(start, end), stopping) for part in task.whole_parts)
+            task.stored_pages += stored
+            self._metrics.count("backup_pages", stored)
+            if stored < end - start:
                 self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
                 return
+        for part in task.trailing_parts:
+            if self._store(part, stopping) < len(part.keys):
+                self._metrics.count("backup_failed_pages", len(part.keys))
+                task.error = RuntimeError(f"storage did not take the last pages of pool {part.name}")
+
+    def _store(self, part: StoragePart, stopping: threading.Event) -> int:
+        """Store pages of one pool, trying those that fail again; returns how many leading ones are stored."""
+        done = attempts = 0
+        while True:
+            rest = part.batch(done, len(part.keys))
+            stored = self._call("backup", self.page_set, rest.keys, rest.host_indices, rest.parents, rest.name)
+            done += stored
+            if done == len(part.keys):
+                return done
+            attempts = 1 if stored else attempts + 1
+            if attempts > self._retries or stopping.wait(self._retry_seconds * 2 ** (attempts - 1)):
+                return done
             self._metrics.count("backup_retries")
 
     def prefetch(self, task: PrefetchOperation, stopping: threading.Event) -> None:
-        """Fetch pages in order up to the first that is missing."""
+        """Fetch pages in order up to the first that is missing in any pool."""
         done = 0
-        while done < task.pages and not task.cancelled and not stopping.is_set():
-            start, end = done, min(done + self._batch_pages, task.pages)
-            leading = self._call("prefetch", self.page_get, task.keys[start:end], task.slots(start, end), ANCHOR)
-            task.progress(leading)
-            done += leading
-            self._metrics.count("prefetch_pages", leading)
-            if leading < end - start:
-                self._metrics.count("prefetch_missing_pages", task.pages - done)
-                return
-        if done < task.pages:
+        # Without its last pages a prefix is of no use, so nothing else is fetched then.
+        complete = all(self._fetch(part) == len(part.keys) for part in task.trailing_parts)
+        while complete and done < task.pages and not task.cancelled and not stopping.is_set():
+            end = min(done + self._batch_pages, task.pages)
+            found = min(self._fetch(part.batch(done, end)) for part in task.whole_parts)
+            task.progress(found)
+            self._metrics.count("prefetch_pages", found)
+            complete = done + found == end
+            done += found
+        if not complete:
+            self._metrics.count("prefetch_missing_pages", task.pages - done)
+        elif done < task.pages:
             self._metrics.count("prefetch_cancelled")
+
+    def _fetch(self, part: StoragePart) -> int:
+        return self._call("prefetch", self.page_get, part.keys, part.host_indices, part.name)
 
     def _call(self, operation: str, function: Callable[..., list[bool]], *arguments: Any) -> int:
         """Leading pages that a page function moved; none where it raises."""
