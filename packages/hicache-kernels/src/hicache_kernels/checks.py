@@ -78,6 +78,21 @@ def device_checks_enabled() -> bool:
     return os.environ.get(CHECK_VARIABLE, "") == "1"
 
 
+def check_forms(
+    host_indices: torch.Tensor, device_indices: torch.Tensor, *, page_size: int, device: torch.device
+) -> None:
+    """Check all but the values of both index tensors; parameters and errors of :func:`check_indices`."""
+    for name, indices in (("host_indices", host_indices), ("device_indices", device_indices)):
+        _check_form(name, indices, page_size)
+        if indices.device.type != "cpu" and indices.device != device:
+            raise ValueError(f"{name} lies on {indices.device}; it must be on the CPU or on {device}")
+    if host_indices.numel() != device_indices.numel():
+        raise ValueError(
+            f"host_indices has {host_indices.numel()} slots and device_indices {device_indices.numel()}; "
+            "they must have the same number"
+        )
+
+
 def check_indices(
     host_indices: torch.Tensor,
     device_indices: torch.Tensor,
@@ -101,15 +116,7 @@ def check_indices(
     TypeError, ValueError, IndexError
         Naming the tensor, its value and what is accepted.
     """
-    for name, indices in (("host_indices", host_indices), ("device_indices", device_indices)):
-        _check_form(name, indices, page_size)
-        if indices.device.type != "cpu" and indices.device != device:
-            raise ValueError(f"{name} lies on {indices.device}; it must be on the CPU or on {device}")
-    if host_indices.numel() != device_indices.numel():
-        raise ValueError(
-            f"host_indices has {host_indices.numel()} slots and device_indices {device_indices.numel()}; "
-            "they must have the same number"
-        )
+    check_forms(host_indices, device_indices, page_size=page_size, device=device)
     check_all = device_checks_enabled()
     if device_indices.device.type == "cpu" or check_all:
         _check_range("device_indices", device_indices, device_slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import tvm_ffi
@@ -19,7 +20,7 @@ STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
 """Row bytes of the staged path are multiples of this."""
-_NO_EVENTS = torch.empty(0, dtype=torch.int64)
+_NO_EVENTS = tvm_ffi.from_dlpack(torch.empty(0, dtype=torch.int64))
 
 
 def host_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
@@ -51,7 +52,7 @@ class DirectMover:
     def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
         self._move = module["move_rows"]
         self._tables = build_tables(planes, host_sides(planes), layered=True)
-        self._described: dict[tuple[bool, int | None], torch.Tensor] = {}
+        self._described: dict[tuple[bool, int | None], tvm_ffi.Tensor] = {}
 
     @property
     def tables(self) -> torch.Tensor:
@@ -72,8 +73,15 @@ class DirectMover:
         key = (to_device, layer)
         groups = self._described.get(key)
         if groups is None:
-            groups = self._described[key] = self._tables.groups(to_device=to_device, layer=layer)
+            groups = self._described[key] = tvm_ffi.from_dlpack(self._tables.groups(to_device=to_device, layer=layer))
         self._move(groups, source_indices, destination_indices, blocks, DIRECT_THREADS, stream)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    pieces: tvm_ffi.Tensor
+    groups: tvm_ffi.Tensor
+    tables: RowTables
 
 
 class StagedMover:
@@ -116,16 +124,16 @@ class StagedMover:
         self._write_back = module["write_back"]
         self._load = module["load"]
         self._ring = ring
-        self._boundaries = torch.tensor(sorted(boundaries), dtype=torch.int64)
+        self._boundaries = tvm_ffi.from_dlpack(torch.tensor(sorted(boundaries), dtype=torch.int64))
         self._blocks = blocks
         self._page_size = planes[0].host.page_size
         self._page_bytes = sum(plane.element_bytes for plane in planes) * self._page_size
         self._lock = threading.Lock()
-        self._prepared: dict[tuple[Direction, int], tuple[torch.Tensor, torch.Tensor, RowTables]] = {}
+        self._prepared: dict[tuple[Direction, int], _Prepared] = {}
         # Fails here, not in the first transfer, where addresses do not fit.
         self._prepare(Direction.LOAD, 1)
 
-    def _prepare(self, direction: Direction, chunk_pages: int) -> tuple[torch.Tensor, torch.Tensor, RowTables]:
+    def _prepare(self, direction: Direction, chunk_pages: int) -> _Prepared:
         """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages."""
         with self._lock:
             prepared = self._prepared.get((direction, chunk_pages))
@@ -143,7 +151,9 @@ class StagedMover:
                         "bytes, which staged transfers need"
                     )
                 groups = tables.groups(to_device=to_device, layer=0 if to_device else None)
-                prepared = self._prepared[direction, chunk_pages] = (layout.pieces, groups, tables)
+                prepared = self._prepared[direction, chunk_pages] = _Prepared(
+                    tvm_ffi.from_dlpack(layout.pieces), tvm_ffi.from_dlpack(groups), tables
+                )
             return prepared
 
     def write_back(self, pages: torch.Tensor, slots: torch.Tensor, stream: torch.cuda.Stream | None) -> int:
@@ -161,11 +171,10 @@ class StagedMover:
         lane = self._ring.lane(Direction.WRITE_BACK)
         with lane.lock:
             chunk_pages = lane.chunk_pages(self._page_bytes * self._planes[0].device.layers)
-            pieces, groups, tables = self._prepare(Direction.WRITE_BACK, chunk_pages)
-            lane.used_by(stream, tables.tables)
+            prepared = self._prepare(Direction.WRITE_BACK, chunk_pages)
             copies: int = self._write_back(
-                pieces,
-                groups,
+                prepared.pieces,
+                prepared.groups,
                 pages,
                 slots,
                 lane.table,
@@ -179,6 +188,7 @@ class StagedMover:
                 lane.stream_handle,
             )
             lane.advance(-(-pages.numel() // chunk_pages))
+            lane.used_by(stream, prepared.tables.tables)
             return copies
 
     def load(
@@ -189,7 +199,7 @@ class StagedMover:
         *,
         first_layer: int,
         end_layer: int,
-        layer_events: torch.Tensor = _NO_EVENTS,
+        layer_events: torch.Tensor | tvm_ffi.Tensor = _NO_EVENTS,
     ) -> int:
         """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
 
@@ -199,14 +209,13 @@ class StagedMover:
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
             chunk_pages = lane.chunk_pages(self._page_bytes)
-            pieces, groups, tables = self._prepare(Direction.LOAD, chunk_pages)
-            lane.used_by(stream, tables.tables)
+            prepared = self._prepare(Direction.LOAD, chunk_pages)
             if lane.stream is not None and stream is not None:
                 # Host bytes may be ready only behind work of the caller's stream.
                 lane.stream.wait_stream(stream)
             copies: int = self._load(
-                pieces,
-                groups,
+                prepared.pieces,
+                prepared.groups,
                 pages,
                 slots,
                 lane.table,
@@ -223,6 +232,7 @@ class StagedMover:
                 lane.stream_handle,
             )
             lane.advance(-(-pages.numel() // chunk_pages) * (end_layer - first_layer))
+            lane.used_by(stream, prepared.tables.tables)
             return copies
 
     def copies_done(self, direction: Direction) -> torch.cuda.Event | None:

@@ -7,13 +7,12 @@ import threading
 from enum import StrEnum
 
 import torch
+import tvm_ffi
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_BYTES = 128 << 20
 """Staging memory of a device, both directions together."""
-DEFAULT_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""Largest staging buffer: what is copied while the next one is laid out."""
 ALIGNMENT = 256
 
 
@@ -22,6 +21,15 @@ class Direction(StrEnum):
 
     WRITE_BACK = "write_back"
     LOAD = "load"
+
+
+DEFAULT_CHUNK_BYTES = {
+    ("cpu", Direction.WRITE_BACK): 1 << 20,
+    ("cpu", Direction.LOAD): 1 << 20,
+    ("cuda", Direction.WRITE_BACK): 32 << 20,
+    ("cuda", Direction.LOAD): 16 << 20,
+}
+"""Largest staging buffer: what is copied while the next one is laid out. A load is cut by layers anyway."""
 
 
 class StagingLane:
@@ -38,7 +46,8 @@ class StagingLane:
         self.cursor = 0
         self.stream: torch.cuda.Stream | None = None
         self.buffer_bytes = 0
-        self.table = torch.empty((0, 3), dtype=torch.int64)
+        self.table = tvm_ffi.from_dlpack(torch.empty((0, 3), dtype=torch.int64))
+        self._buffers = 0
         self._lane_bytes = lane_bytes
         self._chunk_bytes = min(chunk_bytes, max(ALIGNMENT, lane_bytes // 2))
         self._pages = pages
@@ -74,8 +83,8 @@ class StagingLane:
 
     def advance(self, buffers: int) -> None:
         """Move on by the number of buffers an operation has filled."""
-        if len(self.table):
-            self.cursor = (self.cursor + buffers) % len(self.table)
+        if self._buffers:
+            self.cursor = (self.cursor + buffers) % self._buffers
 
     def _allocate(self, buffer_bytes: int, count: int) -> None:
         buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
@@ -101,7 +110,8 @@ class StagingLane:
             for index, row in enumerate(table):
                 row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
         self.buffer_bytes = buffer_bytes
-        self.table = torch.tensor(table, dtype=torch.int64)
+        self._buffers = count
+        self.table = tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
         self.cursor = 0
 
 
@@ -135,8 +145,15 @@ class StagingRing:
             raise ValueError(f"pages is {pages}; it must be at least 1, or None for a budget of bytes")
         self.device = canonical_device(device)
         self.budget_bytes = budget_bytes
-        chunk = DEFAULT_CHUNK_BYTES[self.device.type] if chunk_bytes is None else chunk_bytes
-        self._lanes = {direction: StagingLane(self.device, budget_bytes // 2, chunk, pages) for direction in Direction}
+        self._lanes = {
+            direction: StagingLane(
+                self.device,
+                budget_bytes // 2,
+                DEFAULT_CHUNK_BYTES[self.device.type, direction] if chunk_bytes is None else chunk_bytes,
+                pages,
+            )
+            for direction in Direction
+        }
 
     def lane(self, direction: Direction) -> StagingLane:
         """Buffers of one direction."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 
 from . import planner, reference
-from .checks import CheckedIndices, check_indices
+from .indices import IndexReader, OperationIndices
 from .layout import HostLayout
 from .movers import DirectMover, StagedMover, host_sides
 from .plane import Plane, check_planes
@@ -92,28 +92,6 @@ class TransferResult:
     layer_done: tuple[torch.cuda.Event, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Operation:
-    """Checked indices and, where a path wants them, their copies on the device; made anew when the tensors change."""
-
-    given: tuple[torch.Tensor, torch.Tensor]
-    versions: tuple[int, int]
-    stream: torch.cuda.Stream | None
-    indices: CheckedIndices
-    device_slots: torch.Tensor
-    uploaded_host_slots: list[torch.Tensor]
-
-    def still_valid(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> bool:
-        return (
-            self.given[0] is host_indices
-            and self.given[1] is device_indices
-            and self.versions == (host_indices._version, device_indices._version)
-            and self.stream == stream
-        )
-
-
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
@@ -166,7 +144,7 @@ class PlaneTransfer:
         self._ring = ring
         self._constants = constants or (planner.CPU if self.device.type == "cpu" else planner.H200)
         self._lock = threading.Lock()
-        self._last: _Operation | None = None
+        self._spare_events: list[torch.cuda.Event] = []
         side = host_sides(self.planes)[0]
         self._layout = {1: HostLayout.PAGE_FIRST, 0: HostLayout.LAYER_FIRST}.get(
             walk(side, self.page_size) if self.page_size > 1 or side.slot >= side.layer else 0,
@@ -179,6 +157,18 @@ class PlaneTransfer:
     def ring(self) -> StagingRing:
         """Staging memory of this pool's transfers."""
         return default_ring(self.device) if self._ring is None else self._ring
+
+    @functools.cached_property
+    def _indices(self) -> IndexReader:
+        device_type = module_device_type(self.device)
+        module = load_module("staged", device_type) or load_module("main", device_type)
+        return IndexReader(
+            page_size=self.page_size,
+            host_slots=self.planes[0].host.slots,
+            device_slots=self.planes[0].device.slots,
+            device=self.device,
+            scan=None if module is None else module["scan_indices"],
+        )
 
     @functools.cached_property
     def _direct(self) -> tuple[DirectMover | None, str]:
@@ -244,6 +234,10 @@ class PlaneTransfer:
             errors[0] if errors else None,
         )
 
+    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = True) -> planner.Plan:
+        """Path an operation of ``pages`` host pages in ``runs`` copies would take under the pool's policy, and why."""
+        return self._plan(direction, pages, runs, None, None, layer_by_layer)
+
     def _plan(
         self,
         direction: Direction,
@@ -261,7 +255,7 @@ class PlaneTransfer:
             self.page_size,
             self.layers,
             len(self.planes),
-            min(plane.row_bytes for plane in self.planes),
+            self._smallest_row,
         )
         chosen = str(self.policy if policy is None else TransferPolicy(policy))
         if direction is Direction.WRITE_BACK:
@@ -313,8 +307,7 @@ class PlaneTransfer:
         """
         with self._on_device():
             stream = self._current_stream()
-            operation = self._operation(host_indices, device_indices, stream)
-            indices = operation.indices
+            indices = self._indices.read(host_indices, device_indices, stream)
             plan = self._plan_operation(Direction.WRITE_BACK, indices, policy, block_quota, False)
             size = indices.page_count * self.page_bytes
             if size == 0:
@@ -323,13 +316,13 @@ class PlaneTransfer:
                 reference.write_back(self.planes, host_indices, device_indices)
                 return TransferResult(plan.path, plan.reason, size, indices.runs)
             if plan.path == planner.DIRECT:
-                self._move_direct(operation, False, None, plan.block_quota, stream)
+                self._move_direct(indices, False, None, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
             assert indices.pages is not None
             staged = self._demand_staged()
             with self.ring.lane(Direction.WRITE_BACK).lock:
-                copies = staged.write_back(indices.pages, operation.device_slots, stream)
+                copies = staged.write_back(indices.pages, indices.device_slots, stream)
                 released = None if stream is None else stream.record_event()
                 ready = staged.copies_done(Direction.WRITE_BACK)
             return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
@@ -369,8 +362,7 @@ class PlaneTransfer:
             raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")
         with self._on_device():
             stream = self._current_stream()
-            operation = self._operation(host_indices, device_indices, stream)
-            indices = operation.indices
+            indices = self._indices.read(host_indices, device_indices, stream)
             layer_by_layer = layer is not None or layer_events
             plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer_by_layer)
             first, end = (0, self.layers) if layer is None else (layer, layer + 1)
@@ -384,23 +376,22 @@ class PlaneTransfer:
             if plan.path == planner.DIRECT:
                 if layer_events:
                     for each in range(first, end):
-                        self._move_direct(operation, True, each, plan.block_quota, stream)
+                        self._move_direct(indices, True, each, plan.block_quota, stream)
                         if stream is not None:
                             events.append(stream.record_event())
                 else:
-                    self._move_direct(operation, True, layer, plan.block_quota, stream)
+                    self._move_direct(indices, True, layer, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, tuple(events))
             assert indices.pages is not None
             staged = self._demand_staged()
             if layer_events and stream is not None:
-                # Recording makes the handles that the module records again; nobody else has seen them yet.
-                events = [stream.record_event() for _ in range(first, end)]
+                events = self._take_events(end - first, stream)
             handles = torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
             with self.ring.lane(Direction.LOAD).lock:
                 copies = staged.load(
                     indices.pages,
-                    operation.device_slots,
+                    indices.device_slots,
                     stream,
                     first_layer=first,
                     end_layer=end,
@@ -408,7 +399,20 @@ class PlaneTransfer:
                 )
                 ready = staged.copies_done(Direction.LOAD)
             released = None if stream is None else stream.record_event()
+            if layer_events and stream is not None:
+                missing = self.layers - len(self._spare_events)
+                self._spare_events += [stream.record_event() for _ in range(missing)]
             return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, tuple(events))
+
+    def _take_events(self, count: int, stream: torch.cuda.Stream) -> list[torch.cuda.Event]:
+        """Events with handles that nobody else has seen: spare ones first, made at the end of an earlier load."""
+        events: list[torch.cuda.Event] = []
+        while len(events) < count:
+            try:
+                events.append(self._spare_events.pop())
+            except IndexError:
+                events.append(stream.record_event())
+        return events
 
     def _demand_staged(self) -> StagedMover:
         mover, reason = self._staged
@@ -419,7 +423,7 @@ class PlaneTransfer:
     def _plan_operation(
         self,
         direction: Direction,
-        indices: CheckedIndices,
+        indices: OperationIndices,
         policy: TransferPolicy | str | None,
         block_quota: int | None,
         layer_by_layer: bool,
@@ -434,17 +438,17 @@ class PlaneTransfer:
         return self._plan(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
 
     def _move_direct(
-        self, operation: _Operation, to_device: bool, layer: int | None, blocks: int, stream: torch.cuda.Stream | None
+        self,
+        indices: OperationIndices,
+        to_device: bool,
+        layer: int | None,
+        blocks: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         mover, reason = self._direct
         if mover is None:
             raise planner.PathUnavailableError(reason)
-        if not operation.uploaded_host_slots:
-            host = operation.indices.host.to(operation.device_slots.dtype)
-            operation.uploaded_host_slots.append(self._upload("host_indices", host, stream))
-        host_slots, device_slots = operation.uploaded_host_slots[0], operation.device_slots
-        if stream is not None and not torch.cuda.is_current_stream_capturing():
-            mover.tables.record_stream(stream)
+        host_slots, device_slots = self._indices.host_slots(indices), indices.device_slots
         source, destination = (host_slots, device_slots) if to_device else (device_slots, host_slots)
         mover.move(
             source,
@@ -454,6 +458,8 @@ class PlaneTransfer:
             blocks=max(1, blocks),
             stream=0 if stream is None else stream.cuda_stream,
         )
+        if stream is not None and not torch.cuda.is_current_stream_capturing():
+            mover.tables.record_stream(stream)
 
     # ---- devices and indices
 
@@ -465,41 +471,6 @@ class PlaneTransfer:
     def _current_stream(self) -> torch.cuda.Stream | None:
         return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
 
-    def _operation(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> _Operation:
-        last = self._last
-        if last is not None and last.still_valid(host_indices, device_indices, stream):
-            return last
-        indices = check_indices(
-            host_indices,
-            device_indices,
-            page_size=self.page_size,
-            host_slots=self.planes[0].host.slots,
-            device_slots=self.planes[0].device.slots,
-            device=self.device,
-        )
-        operation = _Operation(
-            (host_indices, device_indices),
-            (host_indices._version, device_indices._version),
-            stream,
-            indices,
-            self._upload("device_indices", device_indices, stream),
-            [],
-        )
-        # Layers loaded one by one come with the same tensors: they are checked and uploaded once.
-        self._last = operation
-        return operation
-
-    def _upload(self, name: str, indices: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """Bring indices where kernels read them; the allocators keep both ends alive until the work is done."""
-        if stream is None:
-            return indices
-        capturing = torch.cuda.is_current_stream_capturing()
-        if indices.device.type != "cpu":
-            if not capturing:
-                indices.record_stream(stream)
-            return indices
-        if capturing:
-            raise ValueError(f"{name} is on the CPU; under graph capture it must be on {self.device}")
-        return indices.pin_memory().to(self.device, non_blocking=True)
+    @functools.cached_property
+    def _smallest_row(self) -> int:
+        return min(plane.row_bytes for plane in self.planes)

@@ -1,6 +1,7 @@
 // Entry points of the main module: rows moved by the SMs (CPU build: by the caller's thread), in either direction.
 #pragma once
 
+#include <hicache/indices.h>
 #include <hicache/rows.h>
 
 namespace hicache {
@@ -35,3 +36,4 @@ inline void move_rows_entry(tvm::ffi::TensorView groups, tvm::ffi::TensorView so
 }  // namespace hicache
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_rows, hicache::move_rows_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);

@@ -5,6 +5,7 @@
 // `drained` (the second is done with the buffer). Operations of other streams order themselves by the same events.
 #pragma once
 
+#include <hicache/indices.h>
 #include <hicache/rows.h>
 
 #include "copies.h"
@@ -92,6 +93,31 @@ inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVie
   return total;
 }
 
+// The copies that an operation of one chunk would make, for tests and for those who want to see them: copies receives
+// int64 [rows, 6] (the fields of Copy; staging addresses count from 0), as many as fit. Returns how many there are.
+inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView pages, tvm::ffi::TensorView boundaries,
+                                 int64_t layer, tvm::ffi::TensorView copies) {
+  Symbol page_count{"pages"}, boundary_count{"boundaries"}, rows{"rows"}, six{"fields of a copy", 6};
+  TensorCheck(pages, "host pages").on_cpu().integers({64}).shape({&page_count});
+  TensorCheck(boundaries, "boundaries").on_cpu().integers({64}).shape({&boundary_count});
+  TensorCheck(copies, "copies").on_cpu().integers({64}).shape({&rows, &six});
+  Operation op{};
+  op.pieces = read_pieces(pieces);
+  op.pages = int64_data(pages);
+  op.boundaries = int64_data(boundaries);
+  op.boundary_count = boundary_count.value;
+  std::vector<Copy> planned;
+  op.plan(0, page_count.value, layer, 0, planned);
+  int64_t* out = static_cast<int64_t*>(copies.data_ptr());
+  for (size_t i = 0; i < planned.size() && static_cast<int64_t>(i) < rows.value; ++i, out += 6) {
+    const Copy& copy = planned[i];
+    const int64_t fields[6] = {static_cast<int64_t>(copy.host), static_cast<int64_t>(copy.staging), copy.width,
+                               copy.height,                     copy.host_pitch,                    copy.staging_pitch};
+    std::copy(fields, fields + 6, out);
+  }
+  return static_cast<int64_t>(planned.size());
+}
+
 // Host pages to device rows, layers [first_layer, end_layer) in order. row_step: entries of the row table a layer; the
 // groups describe layer 0 and their source is staging memory. layer_events: int64 [layers or 0], recorded on the caller's
 // stream after each layer. Returns the number of copies.
@@ -135,3 +161,5 @@ inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView grou
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_back, hicache::write_back_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, hicache::load_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_copies, hicache::plan_copies_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);

@@ -26,25 +26,28 @@ class Backend {
   }
 
   void copy(const std::vector<Copy>& copies, bool to_host) {
-    batch_.clear();
+    flat_.clear();
     for (const Copy& copy : copies) {
-      void* host = reinterpret_cast<void*>(copy.host);
-      void* staging = reinterpret_cast<void*>(copy.staging);
-      void* to = to_host ? host : staging;
-      void* from = to_host ? staging : host;
-      if (copy.height == 1) {
-        batch_.add(to, from, copy.width);
+      if (copy.height == 1 || flattens(copy)) {
+        for (int64_t row = 0; row < copy.height; ++row) {
+          flat_.push_back(Copy{copy.host + row * copy.host_pitch, copy.staging + row * copy.staging_pitch, copy.width, 1, 0, 0});
+        }
       } else {
-        const int64_t to_pitch = to_host ? copy.host_pitch : copy.staging_pitch;
-        const int64_t from_pitch = to_host ? copy.staging_pitch : copy.host_pitch;
-        check_gpu(gpuMemcpy2DAsync(to, to_pitch, from, from_pitch, copy.width, copy.height, to_host, copy_stream_),
-                  "queueing a 2-D copy");
+        submit_pitched(copy, to_host, copy_stream_);
       }
     }
-    batch_.submit(to_host, copy_stream_);
+    submit_flat(flat_, to_host, copy_stream_);
   }
 
  private:
+  // A pitched copy costs the engine about 3 us on top of its bytes, a batch about 0.1 us a row but 0.7 us of the caller's
+  // time: few, wide rows go as a batch (measured on an H200).
+  static bool flattens(const Copy& copy) {
+    return batches_copies() && copy.width >= kFlatWidth && copy.height < kFlatHeight;
+  }
+  static constexpr int64_t kFlatWidth = 48 << 10;
+  static constexpr int64_t kFlatHeight = 64;
+
   static void wait(gpuStream_t stream, int64_t event) {
     check_gpu(gpuStreamWaitEvent(stream, reinterpret_cast<gpuEvent_t>(event)), "waiting for an event");
   }
@@ -56,7 +59,7 @@ class Backend {
   int threads_;
   gpuStream_t stream_;
   gpuStream_t copy_stream_;
-  CopyBatch batch_;
+  std::vector<Copy> flat_;
 };
 
 }  // namespace hicache

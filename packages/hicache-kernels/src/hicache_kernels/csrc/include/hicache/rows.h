@@ -111,14 +111,18 @@ struct Indices {
 constexpr int kMaxThreads = 1024;
 constexpr int kUnroll = 4;
 constexpr int kGroupsPerLaunch = 8;
+// Neighbouring bytes that the threads of a warp touch at once at least, where a row is long enough: a line of the caches,
+// and a full packet of the bus.
+constexpr int64_t kShortestStretch = 128;
 // Units of a group in one launch: with the largest grid's stride added it stays below 2^31.
 constexpr int64_t kMaxUnits = int64_t{1} << 30;
 
 struct DeviceGroup {
   Space source;
   Space destination;
-  Divisor vectors, inner, rows;
+  Divisor columns, inner, rows;
   uint32_t units;
+  bool spread;  // a unit is kUnroll vectors, columns.value vectors apart
 };
 
 struct Launch {
@@ -133,51 +137,61 @@ __device__ __forceinline__ uint32_t slot_at(const void* indices, uint32_t positi
   return indices == nullptr ? position : static_cast<uint32_t>(static_cast<const Index*>(indices)[position]);
 }
 
-template <int Bytes, typename Index>
-struct Mover {
-  const DeviceGroup& group;
-  const void* source_indices;
-  const void* destination_indices;
-
-  __device__ __forceinline__ void split(uint32_t unit, uint32_t& column, uint32_t& position, uint32_t& row) const {
-    const uint32_t line = group.vectors.quotient(unit);
-    column = unit - line * group.vectors.value;
-    const uint32_t pair = group.inner.quotient(line);
-    const uint32_t inside = line - pair * group.inner.value;
-    const uint32_t outer = group.rows.quotient(pair);
-    row = pair - outer * group.rows.value;
-    position = outer * group.inner.value + inside;
-  }
-  __device__ __forceinline__ uint64_t from(uint32_t unit) const {
-    uint32_t column, position, row;
-    split(unit, column, position, row);
-    return group.source.address(row, slot_at<Index>(source_indices, position)) + column * Bytes;
-  }
-  __device__ __forceinline__ uint64_t to(uint32_t unit) const {
-    uint32_t column, position, row;
-    split(unit, column, position, row);
-    return group.destination.address(row, slot_at<Index>(destination_indices, position)) + column * Bytes;
-  }
+// Addresses of a unit on both sides.
+struct Ends {
+  uint64_t from;
+  uint64_t to;
 };
 
+template <int Bytes, typename Index>
+__device__ __forceinline__ Ends locate(const DeviceGroup& group, const Launch& launch, uint32_t unit) {
+  const uint32_t line = group.columns.quotient(unit);
+  const uint32_t column = unit - line * group.columns.value;
+  const uint32_t pair = group.inner.quotient(line);
+  const uint32_t inside = line - pair * group.inner.value;
+  const uint32_t outer = group.rows.quotient(pair);
+  const uint32_t row = pair - outer * group.rows.value;
+  const uint32_t position = outer * group.inner.value + inside;
+  const uint32_t source_slot = slot_at<Index>(launch.source_indices, position);
+  const uint32_t destination_slot = slot_at<Index>(launch.destination_indices, position);
+  return Ends{group.source.address(row, source_slot) + column * Bytes,
+              group.destination.address(row, destination_slot) + column * Bytes};
+}
+
+// A unit is one vector of a row, or kUnroll vectors at equal distances, found by one look-up.
 template <int Bytes, typename Index>
 __global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GRID_CONSTANT Launch launch) {
   const uint32_t stride = gridDim.x * blockDim.x;
   for (int g = 0; g < launch.count; ++g) {
-    const Mover<Bytes, Index> mover{launch.groups[g], launch.source_indices, launch.destination_indices};
-    const uint32_t units = launch.groups[g].units;
+    const DeviceGroup& group = launch.groups[g];
     uint32_t unit = blockIdx.x * blockDim.x + threadIdx.x;
-    for (; unit + (kUnroll - 1) * stride < units; unit += kUnroll * stride) {
+    if (group.spread) {
+      const uint32_t step = group.columns.value * Bytes;
+      for (; unit < group.units; unit += stride) {
+        const Ends ends = locate<Bytes, Index>(group, launch, unit);
+        Words<Bytes> words[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) load_nc(words[u], ends.from + u * step);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) store_nc(ends.to + u * step, words[u]);
+      }
+      continue;
+    }
+    for (; unit + (kUnroll - 1) * stride < group.units; unit += kUnroll * stride) {
+      Ends ends[kUnroll];
       Words<Bytes> words[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], mover.from(unit + u * stride));
+      for (int u = 0; u < kUnroll; ++u) ends[u] = locate<Bytes, Index>(group, launch, unit + u * stride);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) store_nc(mover.to(unit + u * stride), words[u]);
+      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], ends[u].from);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) store_nc(ends[u].to, words[u]);
     }
-    for (; unit < units; unit += stride) {
+    for (; unit < group.units; unit += stride) {
+      const Ends ends = locate<Bytes, Index>(group, launch, unit);
       Words<Bytes> words;
-      load_nc(words, mover.from(unit));
-      store_nc(mover.to(unit), words);
+      load_nc(words, ends.from);
+      store_nc(ends.to, words);
     }
   }
 }
@@ -240,10 +254,13 @@ inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Ind
         if (destination_indices.data == nullptr) {
           target.destination.base += first / target.destination.block.value * target.destination.block_stride;
         }
-        target.vectors = Divisor(static_cast<uint32_t>(group.row_bytes / width));
+        const int64_t vectors = group.row_bytes / width;
+        target.spread = vectors % kUnroll == 0 && group.row_bytes / kUnroll >= kShortestStretch;
+        const int64_t columns = target.spread ? vectors / kUnroll : vectors;
+        target.columns = Divisor(static_cast<uint32_t>(columns));
         target.inner = Divisor(static_cast<uint32_t>(group.inner == 0 ? count : group.inner));
         target.rows = Divisor(static_cast<uint32_t>(group.rows));
-        target.units = static_cast<uint32_t>(count * group.rows * (group.row_bytes / width));
+        target.units = static_cast<uint32_t>(count * group.rows * columns);
         if (launch.count == kGroupsPerLaunch) {
           launch_width(launch, width, wide, blocks, threads, stream);
           launch.count = 0;
