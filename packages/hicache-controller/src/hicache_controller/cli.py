@@ -83,7 +83,9 @@ def replay(
     l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
     l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
     write_policy: Annotated[WritePolicy, typer.Option(help="When pages are written back.")] = WritePolicy.WRITE_THROUGH,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")
+    ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the hits by tier into this picture.")] = None,
 ) -> None:
@@ -184,17 +186,16 @@ def info(
 ) -> None:
     """Show versions, devices, compilers, the build cache, and the path each transfer of a pool would take and why."""
     try:
-        _output.print(
-            reports.info(
-                device=device or reports.default_device(),
-                pool=pool,
-                layers=layers,
-                row_bytes=row_bytes,
-                page_size=page_size,
-            )
+        reports.show_information(
+            _output,
+            device=device or reports.default_device(),
+            pool=pool,
+            layers=layers,
+            row_bytes=row_bytes,
+            page_size=page_size,
         )
-    except ReplayError as error:
-        _stop(str(error))
+    except (ValueError, RuntimeError) as error:
+        _stop(str(error).splitlines()[0])
 
 
 if __name__ == "__main__":

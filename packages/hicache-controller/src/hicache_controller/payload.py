@@ -1,4 +1,4 @@
-"""Bytes a replay stands in for computed KV with: a function of (prefix hash, position, layer, component) and nothing else."""
+"""Bytes that stand in for computed KV: a function of (prefix hash, position, layer, component) alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class Mismatch(NamedTuple):
-    """First wrong byte of a page: index into the pages given, position in the page, byte in the row, and both values."""
+    """First wrong byte: index into the pages given, position in the page, byte in the row, and both values."""
 
     page: int
     position: int
@@ -31,13 +31,13 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 
 
 def page_seeds(keys: Sequence[bytes], device: torch.device) -> torch.Tensor:
-    """The low half of each 16-byte page hash as int64 ``[pages]``."""
+    """Return the low half of each 16-byte page hash as int64 ``[pages]``."""
     raw = bytearray(b"".join(keys))
     return torch.frombuffer(raw, dtype=torch.int64).view(-1, 2)[:, 0].contiguous().to(device)
 
 
 def rows(seeds: torch.Tensor, *, page_size: int, layer: int, component: int, row_bytes: int) -> torch.Tensor:
-    """Rows of one layer and component for whole pages, uint8 ``[pages * page_size, row_bytes]`` on the seeds' device."""
+    """Make the rows of one layer and component, uint8 ``[pages * page_size, row_bytes]`` on the seeds' device."""
     words = -(-row_bytes // 8)
     stream = torch.tensor((layer << 32) | component, device=seeds.device)
     page = _mix(seeds + (stream + 1) * _GAMMA)

@@ -232,7 +232,7 @@ class UnifiedRadixCache:
         """
         blob = b"".join(keys)
         if len(blob) != KEY_BYTES * len(keys):
-            raise ValueError(f"keys hold {len(blob)} bytes for {len(keys)} pages; {KEY_BYTES} bytes a page are expected")
+            raise ValueError(f"keys hold {len(blob)} bytes for {len(keys)} pages; {KEY_BYTES} bytes a page are needed")
         self._tick += 1
         node, matched = self._walk(self.root, blob, 0)
         device_pages, above = matched, node
@@ -332,7 +332,7 @@ class UnifiedRadixCache:
         return loaded
 
     def alloc_device(self, count: int) -> Pages | None:
-        """``count`` device pages for the engine to compute into, evicting what is least recently used; None if too few."""
+        """Allocate pages for the engine to compute into, evicting the least recently used; None if too few."""
         if not self._make_device_room(count):
             return None
         return self.device_allocator.alloc_pages(count)
@@ -398,23 +398,43 @@ class UnifiedRadixCache:
 
     def evict_device(self, count: int) -> int:
         """Free at least ``count`` device pages if the unlocked leaves allow; returns how many were freed."""
-        freed = saved = 0
+        freed = 0
+        saving: list[TreeNode] = []
         while freed < count:
             node = self._pop_leaf(self._device_heap, device=True)
             if node is None:
-                if not self._wait():
+                if saving:
+                    freed += self._finish_saving(saving)
+                elif not self._wait():
                     break
-                saved = 0
-                continue
-            if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
-                # Its write locks it; once that is done it comes back into the heap, with a host part.
-                saved += node.pages
-                if freed + saved >= count:
-                    self._wait_for_writes()
-                    saved = 0
-                continue
-            freed += node.pages
-            self._drop_device(node)
+            elif node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
+                freed += node.pages
+                self._drop_device(node)
+            elif self._ensure_host(node):
+                # Its new host part must outlast the device part, or saving one node could undo another's.
+                node.host_lock += 1
+                saving.append(node)
+                if freed + sum(n.pages for n in saving) >= count:
+                    freed += self._finish_saving(saving)
+            elif saving:
+                freed += self._finish_saving(saving)
+                self._offer(node, device=True)
+            else:
+                freed += node.pages
+                self._drop_device(node)
+        return freed + self._finish_saving(saving)
+
+    def _finish_saving(self, saving: list[TreeNode]) -> int:
+        """Wait for the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+        while self._writes and saving:
+            self.poll(wait=True)
+        freed = 0
+        for node in saving:
+            if node.host is not None and node.device is not None and not (node.device_children or node.device_lock):
+                freed += node.pages
+                self._drop_device(node)
+            self._unlock_host(node)
+        saving.clear()
         return freed
 
     def evict_host(self, count: int) -> int:
@@ -509,7 +529,7 @@ class UnifiedRadixCache:
                 raise RuntimeError(f"a {name} page belongs to two nodes")
 
     def pretty(self, node: TreeNode | None = None, depth: int = 0) -> str:
-        """The tree as text, a node a line: pages, tiers (D, H, S), locks."""
+        """Draw the tree as text, a node a line: pages, tiers (D, H, S), locks."""
         node = node or self.root
         tiers = "".join(
             letter if present else "-"
@@ -534,7 +554,7 @@ class UnifiedRadixCache:
         return node, at
 
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
-        """The node and its ancestors, without the root."""
+        """Yield the node and its ancestors, without the root."""
         while node.parent is not None:
             yield node
             node = node.parent
@@ -688,7 +708,7 @@ class UnifiedRadixCache:
         return self.device_allocator.available_pages >= count
 
     def _alloc_host(self, count: int) -> torch.Tensor | None:
-        """Host slots for ``count`` pages, or for as many as there is room for after evicting; None where there is none."""
+        """Take host slots for ``count`` pages, or for as many as evicting makes room for; None where there is none."""
         pool = self.controller.mem_pool_host
         missing = count - pool.available_size() // self.page_size
         if missing > 0:
@@ -702,10 +722,6 @@ class UnifiedRadixCache:
 
     def _slots(self, pages: Pages) -> torch.Tensor:
         return (torch.from_numpy(pages)[:, None] * self.page_size + self._offsets).reshape(-1)
-
-    def _wait_for_writes(self) -> None:
-        while self._writes:
-            self.poll(wait=True)
 
     def _wait(self) -> bool:
         """Wait for one transfer; False if none is in flight."""
@@ -802,8 +818,8 @@ class UnifiedRadixCache:
         node.backup = self._backups[node.id] = _Operation([node])
         keys = _key_list(node.keys)
         above = node.parent
-        parents: list[bytes | None] = [above.key(above.pages - 1) if above is not None and above.pages else None]
-        self.controller.backup(self._slots(node.host), keys, parents=parents + keys[:-1], node_id=node.id)
+        first = above.key(above.pages - 1) if above is not None and above.pages else None
+        self.controller.backup(self._slots(node.host), keys, parents=[first, *keys[:-1]], node_id=node.id)
 
     def _finish_backup(self, operation: _Operation, stored_pages: int) -> None:
         tail = operation.nodes[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from hicache_pools import (
     ExtentAllocator,
     HostPool,
@@ -32,6 +33,8 @@ from .metrics import MetricsSnapshot
 from .radix import Pages, UnifiedRadixCache, WritePolicy
 from .storage import Fingerprint, HiCacheStorage, MemoryStorage
 from .storage.file import FileStorage
+from .storage_link import StorageSettings
+from .storage_worker import PrefetchPolicy
 from .trace import TraceRequest
 
 POOLS = ("mha", "mla")
@@ -224,9 +227,7 @@ class Rows:
                 )
         return len(pages) * options.page_size * options.layers * options.components
 
-    def _parts(
-        self, keys: Sequence[bytes], pages: Pages
-    ) -> Iterator[tuple[int, torch.Tensor, int, int, torch.Tensor]]:
+    def _parts(self, keys: Sequence[bytes], pages: Pages) -> Iterator[tuple[int, torch.Tensor, int, int, torch.Tensor]]:
         options = self._options
         offsets = torch.arange(options.page_size, device=self.device)
         for begin in range(0, len(pages), self._chunk):
@@ -282,7 +283,11 @@ class Replay:
             device_alloc_fn=device_allocator.alloc,
             device_free_fn=device_allocator.free,
         )
-        self.controller = HiCacheController(HostPoolGroup([entry]), synchronous=not options.data)
+        self.controller = HiCacheController(
+            HostPoolGroup([entry]),
+            synchronous=not options.data,
+            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
+        )
         if self.storage is not None:
             self.controller.attach_storage_backend(self.storage)
         self.cache = UnifiedRadixCache(
@@ -299,14 +304,18 @@ class Replay:
         """Replay all requests; ``on_request`` is called after each."""
         start = time.perf_counter()
         try:
-            for request in self.requests:
-                self.step(request)
-                on_request()
+            self.serve(self.requests, on_request)
             self.cache.drain()
         finally:
             self.report.seconds += time.perf_counter() - start
             self._count_paths()
         return self.report
+
+    def serve(self, requests: Sequence[TraceRequest], on_request: Callable[[], None] = lambda: None) -> None:
+        """Serve some requests, leaving transfers in flight."""
+        for request in requests:
+            self.step(request)
+            on_request()
 
     def step(self, request: TraceRequest) -> None:
         """Serve one request: match, prefetch, load back and check, compute the rest, insert.
@@ -326,8 +335,8 @@ class Replay:
             found = match.pages
             match = cache.load_back(match)
             if self.rows is not None and match.pages > on_device:
-                pages = cache.device_page_numbers(match)[on_device:]
-                self.report.rows_verified += self.rows.verify(keys[on_device : match.pages], pages)
+                loaded = cache.device_page_numbers(match)[on_device:]
+                self.report.rows_verified += self.rows.verify(keys[on_device : match.pages], loaded)
             self._count(request, on_device, in_tree, found, match.pages)
             missing = len(keys) - match.pages
             pages = cache.alloc_device(missing)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Group
-from rich.table import Table
+from rich.console import Console, Group
+from rich.table import Column, Table
+
+from hicache_kernels import Direction, HostLayout
+from hicache_kernels.cli import show_info
+from hicache_kernels.info import kernels_info
+from hicache_pools import HostPool, MHATokenToKVPool, MHATokenToKVPoolHost, MLATokenToKVPool, MLATokenToKVPoolHost
 
 if TYPE_CHECKING:
     from .replay import Replay, ReplayOptions, ReplayReport
@@ -19,6 +27,64 @@ _COLOURS = ("#1b7837", "#7fbf7b", "#d9f0d3", "#af8dc3")
 def default_device() -> str:
     """``cuda`` where torch finds a CUDA or ROCm device, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+_OPERATION_BYTES = 512 << 20
+
+
+def show_information(console: Console, *, device: str, pool: str, layers: int, row_bytes: int, page_size: int) -> None:
+    """Print versions, devices, compilers and the build cache, and the path each transfer of such a pool would take.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument that does not make a pool.
+    """
+    table = Table(
+        "layout",
+        "transfer",
+        "host pages",
+        "path",
+        Column("why", overflow="fold"),
+        title=f"{pool} pool on {device}: {layers} layers, rows of {row_bytes} bytes, pages of {page_size} tokens",
+    )
+    for layout in HostLayout:
+        made = _sample_pool(device, pool, layers, row_bytes, page_size, layout)
+        try:
+            for row in _paths(made):
+                table.add_row(layout.value, *row)
+        finally:
+            made.destroy()
+    found = kernels_info()
+    ours = {name: metadata.version(name) for name in ("hicache-controller", "hicache-pools")}
+    show_info(dataclasses.replace(found, versions=ours | found.versions), console)
+    console.print(table)
+
+
+def _sample_pool(device: str, pool: str, layers: int, row_bytes: int, page_size: int, layout: HostLayout) -> HostPool:
+    for name, value in (("layers", layers), ("row_bytes", row_bytes), ("page_size", page_size)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}; it must be positive")
+    rows = [
+        [torch.empty((page_size, 1, row_bytes), dtype=torch.uint8, device=device) for _ in range(layers)]
+        for _ in range(2)
+    ]
+    if pool == "mla":
+        mla = MLATokenToKVPool.from_buffers(kv=rows[0], page_size=page_size)
+        return MLATokenToKVPoolHost(mla, 0, 0, page_size, layout, pages=1)
+    if pool == "mha":
+        mha = MHATokenToKVPool.from_buffers(k=rows[0], v=rows[1], page_size=page_size)
+        return MHATokenToKVPoolHost(mha, 0, 0, page_size, layout, pages=1)
+    raise ValueError(f"pool is {pool!r}; mha or mla is expected")
+
+
+def _paths(pool: HostPool) -> Iterator[tuple[str, str, str, str]]:
+    """Path and reason of each kind of operation of half a GiB."""
+    pages = max(1, _OPERATION_BYTES // pool.page_bytes)
+    for transfer, direction in (("write-back", Direction.WRITE_BACK), ("load-back", Direction.LOAD)):
+        for shape, runs in (("one run", 1), ("scattered", pages)):
+            plan = pool.transfer.plan(direction, pages=pages, runs=runs)
+            yield transfer, shape, plan.path, plan.reason
 
 
 def _size(count: float) -> str:
@@ -76,8 +142,8 @@ def table(report: ReplayReport, options: ReplayOptions) -> Group:
 def as_json(report: ReplayReport, options: ReplayOptions) -> dict[str, Any]:
     """Figures and options as plain data."""
     settings = {
-        name: getattr(options, name) if isinstance(getattr(options, name), int | bool | None) else str(getattr(options, name))
-        for name in options.__dataclass_fields__
+        name: value if isinstance(value, int | bool | None) else str(value)
+        for name, value in dataclasses.asdict(options).items()
     }
     return {"options": settings, "report": report.as_json()}
 

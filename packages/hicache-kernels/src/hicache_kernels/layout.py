@@ -20,7 +20,7 @@ class HostLayout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostStrides:
-    """Byte strides of one component: an element lies at offset + page * page_stride + layer * layer_stride + slot * slot_stride.
+    """Byte strides of one component: element at ``offset + page * page + layer * layer + slot * slot`` of the buffer.
 
     ``slot`` counts within the page.
     """
