@@ -1,0 +1,165 @@
+"""Host buffers on a GPU machine: really pinned, really undone, never freed under a copy."""
+
+import gc
+import itertools
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache_pools.gpu_runtime import GpuRuntime
+from hicache_pools.host_memory import allocate_host_buffer
+from hicache_pools.registration import HostRegistrationError
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+
+class RefusingRuntime(GpuRuntime):
+    """The real runtime, made to fail at chunk ``refuse`` by pinning that chunk twice."""
+
+    def __init__(self, refuse: int) -> None:
+        super().__init__()
+        self.refuse = refuse
+        self.addresses: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> int:
+        if len(self.addresses) == self.refuse:
+            assert super().register(address, nbytes) == 0
+            code = super().register(address, nbytes)
+            # Only the pinning the caller knows of is its to undo; the pending error stays for it to clear.
+            assert super().unregister(address) == 0
+            return code
+        self.addresses.append(address)
+        return super().register(address, nbytes)
+
+    def pending_error(self) -> int:
+        return int(self._last_error())
+
+
+@pytest.mark.parametrize("allocator_type", ["default", "shared"])
+@pytest.mark.parametrize("huge_pages", ["off", "transparent"])
+def test_pinned_memory_copies_both_ways_bit_for_bit(gpu: torch.device, allocator_type: str, huge_pages: str) -> None:
+    with allocate_host_buffer(
+        48 * MIB,
+        page_bytes=3 * MIB,
+        chunk_bytes=16 * MIB,
+        device=gpu,
+        allocator_type=allocator_type,
+        huge_pages=huge_pages,
+    ) as buffer:
+        assert buffer.pinned
+        assert buffer.boundaries == (15 * MIB, 30 * MIB, 45 * MIB)
+        ends = (0, *buffer.boundaries, buffer.nbytes)
+        data = torch.randint(0, 256, (buffer.nbytes,), dtype=torch.uint8, device=gpu)
+        back = torch.empty_like(data)
+        for start, end in itertools.pairwise(ends):
+            chunk = buffer.tensor[start:end]
+            assert chunk.is_pinned()
+            chunk.copy_(data[start:end], non_blocking=True)
+            back[start:end].copy_(chunk, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(buffer.tensor, data.cpu())
+        assert torch.equal(back, data)
+
+
+@pytest.mark.parametrize("refuse", [0, 1, 3])
+def test_a_refused_chunk_leaves_nothing_pinned_and_no_pending_error(gpu: torch.device, refuse: int) -> None:
+    torch.zeros(1, device=gpu)
+    runtime = RefusingRuntime(refuse)
+    with pytest.raises(HostRegistrationError, match=f"chunk {refuse + 1} of 4") as caught:
+        allocate_host_buffer(4 * MIB, page_bytes=4096, chunk_bytes=MIB, device=gpu, runtime=runtime)
+    assert caught.value.code != 0
+    assert runtime.pending_error() == 0
+    assert len(runtime.addresses) == refuse
+    for address in runtime.addresses:
+        assert runtime.unregister(address) != 0, "it was still pinned"
+        runtime.clear_error()
+    assert torch.ones(4, device=gpu).sum().item() == 4
+    with allocate_host_buffer(4 * MIB, page_bytes=4096, chunk_bytes=MIB, device=gpu) as buffer:
+        assert buffer.tensor.is_pinned()
+
+
+def test_closing_unpins(gpu: torch.device) -> None:
+    buffer = allocate_host_buffer(MIB, page_bytes=4096, device=gpu)
+    view = buffer.tensor[:4096]
+    assert view.is_pinned()
+    buffer.close()
+    assert not view.is_pinned()
+
+
+@pytest.mark.parametrize("way", ["close", "forget"])
+def test_memory_is_not_given_back_under_a_copy(gpu: torch.device, way: str) -> None:
+    data = torch.randint(0, 256, (64 * MIB,), dtype=torch.uint8, device=gpu)
+    buffer = allocate_host_buffer(64 * MIB, page_bytes=4096, device=gpu)
+    stream, done = torch.cuda.Stream(), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        buffer.tensor.copy_(data, non_blocking=True)
+        done.record(stream)
+    assert not done.query()
+    if way == "close":
+        buffer.close()
+    else:
+        del buffer
+        gc.collect()
+    assert done.query()
+    torch.cuda.synchronize()
+
+
+def test_the_node_is_the_one_sysfs_tells_for_the_gpu(gpu: torch.device) -> None:
+    address = GpuRuntime().pci_address(torch.cuda.current_device())
+    file = Path("/sys/bus/pci/devices") / address / "numa_node"
+    told = int(file.read_text()) if file.exists() else -1
+    with allocate_host_buffer(MIB, page_bytes=4096, device=gpu) as buffer:
+        assert buffer.numa_node in ({None} if told < 0 else {told, None})
+
+
+def test_an_address_of_no_device_is_an_error_and_leaves_none_pending(gpu: torch.device) -> None:
+    torch.zeros(1, device=gpu)
+    runtime = RefusingRuntime(0)
+    with pytest.raises(RuntimeError, match="device 1000"):
+        runtime.pci_address(1000)
+    assert runtime.pending_error() == 0
+
+
+def test_another_process_pins_shared_memory_and_copies_into_it(gpu: torch.device) -> None:
+    value = random.randrange(1, 256)
+    program = """
+        import sys
+        import torch
+        from hicache_pools.host_memory import attach_host_buffer
+
+        with attach_host_buffer(sys.argv[1], page_bytes=4096, chunk_bytes=1 << 20) as buffer:
+            assert buffer.pinned and buffer.tensor.is_pinned(), buffer.reason
+            for start in range(0, buffer.nbytes, 1 << 20):
+                source = torch.full((1 << 20,), int(sys.argv[2]), dtype=torch.uint8, device="cuda")
+                buffer.tensor[start : start + (1 << 20)].copy_(source, non_blocking=True)
+    """
+    with allocate_host_buffer(4 * MIB, page_bytes=4096, device=gpu, allocator_type="shared") as buffer:
+        command = [sys.executable, "-c", textwrap.dedent(program), str(buffer.shared_name), str(value)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert bool((buffer.tensor == value).all())
+
+
+def test_a_process_that_ends_with_pinned_memory_and_a_copy_in_flight_ends_well(gpu: torch.device) -> None:
+    program = """
+        import torch
+        from hicache_pools.host_memory import allocate_host_buffer
+
+        buffer = allocate_host_buffer(64 << 20, page_bytes=4096)
+        source = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(100_000_000)
+        buffer.tensor.copy_(source, non_blocking=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
