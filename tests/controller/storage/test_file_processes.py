@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -87,9 +88,7 @@ def test_a_directory_opens_whole_after_its_writer_was_killed_at_any_moment(tmp_p
                 break
         while crash % 2 and not begun_files(tmp_path):  # half of them while a page is being written for sure
             pass
-        os.kill(child, signal.SIGKILL)
-        while alive(child):
-            pass
+        kill(child)
         storage = FileStorage(tmp_path, fingerprint=program.FINGERPRINT, threads=1)
         storage.close()
         assert not begun_files(tmp_path)
@@ -99,12 +98,12 @@ def test_a_directory_opens_whole_after_its_writer_was_killed_at_any_moment(tmp_p
     assert os.listdir(tmp_path / "writers") == []
 
 
-def alive(process):
-    """Whether it still runs or holds locks; a zombie does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+def kill(process):
+    """Kill, and wait until the last thread is gone and with it the locks."""
+    watch = os.pidfd_open(process)
+    os.kill(process, signal.SIGKILL)
+    select.select([watch], [], [])
+    os.close(watch)
 
 
 def test_what_a_living_writer_has_begun_is_left_alone(tmp_path, fingerprint):
