@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hicache_kernels.staging import StagingRing
+from hicache_kernels import StagingRing
 
 PAGE_COUNTS = (1, 63, 64, 65, 128, 129)
 POLICIES = ("auto", "staged", "direct")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hicache_kernels.staging import StagingRing
+from hicache_kernels import StagingRing
 from hicache_pools import MambaPool, MambaPoolHost
 from hicache_pools.simulation import fill_randomly, read_slots
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hicache_kernels.staging import StagingRing
+from hicache_kernels import StagingRing
 
 pytestmark = pytest.mark.gpu
 

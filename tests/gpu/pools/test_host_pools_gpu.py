@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hicache_kernels.staging import StagingRing
+from hicache_kernels import StagingRing
 from hicache_pools import (
     HostPoolGroup,
     MambaPool,

@@ -16,11 +16,11 @@ from hicache_kernels import (
     HostRows,
     Plane,
     PlaneTransfer,
+    StagingRing,
     TransferPolicy,
     TransferResult,
     host_strides,
 )
-from hicache_kernels.staging import StagingRing
 
 from ..device_pools import DevicePool
 from ..extents import ExtentAllocator

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hicache_kernels import Capabilities, PlaneTransfer, TransferPolicy
-from hicache_kernels.staging import Direction
+from hicache_kernels import Capabilities, Direction, PlaneTransfer, TransferPolicy
 
 
 class PoolStaging(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hicache_kernels import HostLayout, TransferPolicy
-from hicache_kernels.staging import StagingRing
+from hicache_kernels import HostLayout, StagingRing, TransferPolicy
 
 from ..device_pools import DevicePool
 from .base import HostPool
