@@ -319,6 +319,23 @@ def test_a_bad_free_raises_and_changes_nothing(make_stack):
     assert stack.controller.evict_host(host) == 16
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_host_slots_given_back_while_they_are_written_are_freed_once(make_stack, fails):
+    stack = make_stack()
+    device = stack.alloc(4)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    gate.failures = int(fails)
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    assert stack.controller.evict_host(host[:8]) == 0
+    gate.open()
+    (ack,) = stack.controller.poll_writes(wait=True)
+    assert (ack.error is not None) is fails
+    assert stack.used() == (4, 0 if fails else 2)
+
+
 # Cancel
 
 

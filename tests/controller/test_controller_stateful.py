@@ -1,7 +1,6 @@
-"""Any sequence of operations, faults, cancels and evictions: no slot is lost, none is used twice, no wrong byte loads."""
+"""Any sequence of operations, faults, cancels and evictions: no slot is lost or used twice, no wrong byte loads."""
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -50,6 +49,11 @@ class ControllerMachine(RuleBasedStateMachine):
         self.host_owned, self.device_owned = 0, 0
         self.closed = False
 
+    def open_gates(self):
+        """Before whatever may block this thread."""
+        for gate in self.stack.gates:
+            gate.open()
+
     def node(self):
         self.next_node += 1
         return self.next_node
@@ -88,6 +92,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(target=on_host, wait=st.booleans())
     def poll_writes(self, wait):
+        if wait:
+            self.open_gates()
         done = []
         for ack in self.controller.poll_writes(wait=wait):
             for node in ack.node_ids:
@@ -102,6 +108,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(wait=st.booleans())
     def poll_loads(self, wait):
+        if wait:
+            self.open_gates()
         for ack in self.controller.poll_loads(wait=wait):
             for node in ack.node_ids:
                 device, rows = self.loads.pop(node)
@@ -116,6 +124,7 @@ class ControllerMachine(RuleBasedStateMachine):
         if not nodes:
             return
         node = data.draw(st.sampled_from(nodes))
+        self.open_gates()
         if node in self.writes:
             device, host, _ = self.writes.pop(node)
             assert self.controller.cancel_write(node)
@@ -149,6 +158,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(wait=st.booleans())
     def poll_backups(self, wait):
+        if wait:
+            self.open_gates()
         for ack in self.controller.poll_backups(wait=wait):
             pages = self.backups.pop(ack.node_id)
             assert ack.stored_pages <= pages
@@ -170,6 +181,7 @@ class ControllerMachine(RuleBasedStateMachine):
     def finish_prefetch(self):
         if not self.prefetches:
             return multiple()
+        self.open_gates()
         operation, host, rows, keys = self.prefetches.pop(0)
         pages = operation.wait()
         if pages * 4 < len(host):
@@ -181,12 +193,23 @@ class ControllerMachine(RuleBasedStateMachine):
             else multiple()
         )
 
+    @rule(which=st.integers(0, 6))
+    def hold(self, which):
+        """Keep the windows of the hazards open for as long as the rules like."""
+        if not self.synchronous and self.stack.gates[which] is not self.stack.storage.exists_gate:
+            self.stack.gates[which].close()
+
+    @rule()
+    def release(self):
+        self.open_gates()
+
     @rule(which=st.integers(0, 6), count=st.integers(1, 2))
     def fault(self, which, count):
         self.stack.gates[which].failures = count
 
     @rule()
     def reattach(self):
+        self.open_gates()
         for operation, *_ in self.prefetches:
             operation.host_ready.synchronize()
         assert self.controller.detach_storage_backend() is self.stack.storage
@@ -197,6 +220,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.stack.check_integrity()
 
     def teardown(self):
+        self.open_gates()
         for gate in self.stack.gates:
             gate.failures = 0
         self.controller.start_writing()

@@ -2,10 +2,23 @@
 
 import pytest
 
-from hicache_controller.events import HostSignal
+from hicache_controller.events import HostSignal, wait_until_done
 from hicache_controller.transfer_engine import Guards
 
 guarded = pytest.mark.parametrize("guard", [True, False], ids=["guard", "no_guard"])
+
+LONG_ENOUGH = 0.05
+"""Seconds in which what no guard holds back is done; what a guard holds back never is, so nothing depends on speed."""
+
+
+def waits(event):
+    """Tell whether an event is held back; blocks until it has come where it is not."""
+    return not wait_until_done(event, LONG_ENOUGH)
+
+
+def is_blocked(thread):
+    thread.join(LONG_ENOUGH)
+    return thread.is_alive()
 
 
 @guarded
@@ -14,8 +27,7 @@ def test_write_back_reads_rows_only_after_compute_wrote_them(make_stack, guard):
     device, computed = stack.alloc(4), HostSignal()
     host = stack.controller.write(device, node_id=1, ready_event=computed)
     ack = stack.controller.start_writing()
-    if not guard:
-        ack.host_ready.synchronize()
+    assert waits(ack.host_ready) is guard
     rows = stack.compute(device)
     computed.fire()
     ack.host_ready.synchronize()
@@ -39,8 +51,7 @@ def test_compute_overwrites_rows_only_after_write_back_read_them(make_stack, in_
         stack.compute(device)
 
     compute = in_thread(overwrite)
-    if not guard:
-        compute.join()
+    assert is_blocked(compute) is guard
     gate.open()
     compute.join()
     stack.controller.poll_writes(wait=True)
@@ -65,8 +76,7 @@ def test_device_slots_are_given_back_only_after_write_back_read_them(make_stack,
         stack.controller.evict_device(slots)
 
     compute = in_thread(reuse)
-    if not guard:
-        compute.join()
+    assert is_blocked(compute) is guard
     gate.open()
     compute.join()
     stack.controller.poll_writes(wait=True)
@@ -82,9 +92,8 @@ def test_load_fills_slots_only_after_earlier_compute_read_them(make_stack, guard
     # The engine lets the slots go while compute it has started still reads them.
     stack.allocator.free(slots)
     stack.controller.load(host, node_id=1, ready_event=read)
-    stack.controller.start_loading()
-    if not guard:
-        stack.controller.poll_loads(wait=True)
+    consumer = stack.controller.start_loading()
+    assert waits(stack.controller.layer_done_counter.events(consumer)[-1]) is guard
     seen = stack.rows(slots)
     read.fire()
     stack.controller.poll_loads(wait=True)
@@ -102,9 +111,8 @@ def test_load_reads_host_slots_only_after_their_write_back_landed(make_stack, gu
     stack.controller.start_writing()
     gate.wait_entered()
     target = stack.controller.load(host, node_id=2)
-    stack.controller.start_loading()
-    if not guard:
-        stack.controller.poll_loads(wait=True)
+    consumer = stack.controller.start_loading()
+    assert waits(stack.controller.layer_done_counter.events(consumer)[-1]) is guard
     gate.open()
     stack.controller.poll_writes(wait=True)
     stack.controller.poll_loads(wait=True)
@@ -122,8 +130,8 @@ def test_backup_reads_host_slots_only_after_their_write_back_landed(make_stack, 
     stack.controller.start_writing()
     gate.wait_entered()
     stack.controller.backup(host, keys, node_id=1)
-    if not guard:
-        stack.controller.poll_backups(wait=True)
+    (backup,) = stack.controller.engine.in_flight.owners()[1:]
+    assert waits(backup.host_ready) is guard
     gate.open()
     stack.controller.poll_writes(wait=True)
     stack.controller.poll_backups(wait=True)
@@ -197,9 +205,28 @@ def test_write_back_into_slots_a_load_reads_waits_for_it(make_stack, guard):
     plan = controller._layer_plan()
     transfers = list(plan.transfers(stack.entry, host, other, io_backend="kernel", load=False))
     handle = controller.engine.submit_device_to_host(transfers)
-    if not guard:
-        handle.host_ready.synchronize()
+    assert waits(handle.host_ready) is guard
     gate.open()
     controller.poll_loads(wait=True)
     handle.host_ready.synchronize()
     assert stack.same(stack.rows(target), rows) is guard
+
+
+def test_prefetch_fills_host_slots_only_after_others_used_them(make_stack):
+    stack = make_stack(storage=True)
+    host, _ = stack.written(4)
+    keys = stack.keys(4)
+    stack.controller.backup(host, keys, node_id=1)
+    stack.controller.poll_backups(wait=True)
+    fresh, rows = stack.written(4)
+    gate = stack.host_pool.load_gates[0]
+    gate.close()
+    target = stack.controller.load(fresh, node_id=1)
+    stack.controller.start_loading()
+    gate.wait_entered()
+    operation = stack.controller.prefetch(fresh, keys, request_id="r")
+    assert waits(operation.host_ready)
+    gate.open()
+    stack.controller.poll_loads(wait=True)
+    assert stack.same(stack.rows(target), rows)
+    assert operation.wait() == 4

@@ -38,6 +38,11 @@ class LayerDoneCounter:
             self._loads[consumer] = (events, error)
             return consumer
 
+    def events(self, consumer: int) -> tuple[Event, ...]:
+        """Return the events of a load's layers; none once it has been acked."""
+        with self._lock:
+            return tuple(self._loads[consumer][0]) if consumer in self._loads else ()
+
     def forget(self, consumer: int) -> None:
         """Drop a load that has been acked."""
         with self._lock:
