@@ -75,7 +75,7 @@ def check_everything(program, directory, capacity=None):
 def test_a_directory_opens_whole_after_its_writer_was_killed_at_any_moment(tmp_path, program):
     writers = Writers(tmp_path)
     reported = set()
-    for crash in range(12):
+    for crash in range(8):
         writers.start(chains=10_000)
         wanted, seen, child = random.randrange(1, 20), 0, None
         for line in writers.lines():
@@ -121,6 +121,6 @@ def test_processes_share_a_directory_and_its_capacity(tmp_path, program):
     capacity = 96 * (program.PAGE_BYTES + 4096)
     writers = Writers(tmp_path)
     for _ in range(3):
-        writers.start(chains=40, length=6, capacity=capacity)
+        writers.start(chains=25, length=6, capacity=capacity)
     writers.finish()
     assert len(check_everything(program, tmp_path, capacity)) > 50

@@ -15,7 +15,7 @@ from pathlib import Path
 from hicache_controller.storage import FileStorage, Fingerprint
 
 FINGERPRINT = Fingerprint("org/model", "crash")
-PAGE_BYTES = 512 * 1024
+PAGE_BYTES = 256 * 1024
 
 
 def content(key):
