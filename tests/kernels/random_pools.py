@@ -1,4 +1,4 @@
-"""Pools of random bytes for the transfer tests, on any device: planes as a pool class would make them, and their oracle."""
+"""Pools of random bytes for the transfer tests, on any device, and the oracle that checks every byte of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from hicache_kernels import DeviceRows, HostLayout, HostRows, HostStrides, Plane, host_bytes, host_strides, reference
 
 DEVICE_FORMS = ("slot_major", "strided", "block_major", "joint_blocks", "head_major")
@@ -50,9 +51,14 @@ class RandomPool:
         return (pages[:, None] * self.page_size + torch.arange(self.page_size, dtype=dtype)).flatten()
 
     def check_write_back(
-        self, host: torch.Tensor, device: torch.Tensor, transfer: Callable[[], object], wait: Callable[[], object]
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        call: Callable[..., object],
+        wait: Callable[[], object],
+        **options: object,
     ) -> None:
-        """Every byte of the host, gaps and other pages included, is what the reference leaves; no row changed."""
+        """``call(host, device, **options)`` leaves host bytes, gaps too, as the reference does, and changes no row."""
         for buffer in self.host:
             buffer.random_(0, 256)
         before, rows = [b.clone() for b in self.host], [t.clone() for t in self.rows]
@@ -60,7 +66,7 @@ class RandomPool:
         expected = [b.clone() for b in self.host]
         for buffer, old in zip(self.host, before, strict=True):
             buffer.copy_(old)
-        transfer()
+        call(host, device, **options)
         wait()
         assert all(torch.equal(a, b) for a, b in zip(self.host, expected, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(self.rows, rows, strict=True))
@@ -69,11 +75,13 @@ class RandomPool:
         self,
         host: torch.Tensor,
         device: torch.Tensor,
-        transfer: Callable[[], object],
+        call: Callable[..., object],
         wait: Callable[[], object],
+        *,
         layer: int | None = None,
+        **options: object,
     ) -> None:
-        """Every byte of the device tensors, gaps and other slots included, is what the reference leaves."""
+        """``call(host, device, layer=layer, **options)`` leaves device bytes, gaps too, as the reference does."""
         for buffer in self.host:
             buffer.random_(0, 256)
         old_host, before = [b.clone() for b in self.host], [t.clone() for t in self.rows]
@@ -81,7 +89,7 @@ class RandomPool:
         expected = [t.clone() for t in self.rows]
         for tensor, old in zip(self.rows, before, strict=True):
             tensor.copy_(old)
-        transfer()
+        call(host, device, layer=layer, **options)
         wait()
         assert all(torch.equal(a, b) for a, b in zip(self.rows, expected, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(self.host, old_host, strict=True))
@@ -129,12 +137,8 @@ def random_pool(
             ]
         placed = [(shared, s) for s in strides]
     for index, (element, (buffer, strides_)) in enumerate(zip(elements, placed, strict=True)):
-        on_device, row_bytes, tensors = device_rows(
-            form, (pages + 1) * page_size, page_size, element, layers, device
-        )
-        planes.append(
-            Plane(f"component{index}", row_bytes, on_device, HostRows(buffer, strides_, pages, page_size))
-        )
+        on_device, row_bytes, tensors = device_rows(form, (pages + 1) * page_size, page_size, element, layers, device)
+        planes.append(Plane(f"component{index}", row_bytes, on_device, HostRows(buffer, strides_, pages, page_size)))
         rows += tensors
         if not any(buffer is b for b in host):
             host.append(buffer)

@@ -1,6 +1,7 @@
 """Fixtures of the kernels' GPU tests: pools of random bytes."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,8 +13,6 @@ def _load(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
