@@ -1,8 +1,9 @@
 """The extent allocator: what it hands out, what it refuses, and what it remembers."""
 
 import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +20,15 @@ def taken(allocator: ExtentAllocator, pages: int) -> np.ndarray:
 
 def runs_of(pages: np.ndarray) -> int:
     return 1 + int(np.count_nonzero(np.diff(pages) != 1)) if len(pages) else 0
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Let threads interrupt each other inside a call; at the usual 5 ms a missing lock would go unnoticed."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def test_slots_are_whole_pages_in_order() -> None:
@@ -205,6 +215,7 @@ def test_a_wrong_free_of_slots_raises_and_changes_nothing(case: str) -> None:
         ([0, 10], "index 10 is foreign"),
         ([2, -1], "index -1 is foreign"),
         ([2**63 - 1], f"index {2**63 - 1} is foreign"),
+        ([2**63 - 1, -(2**63)], f"index {2**63 - 1} is foreign"),
         ([3, 1, 3], "index 3 is given more than once"),
         ([[0, 1]], "shape"),
         ([0.0], "dtype float64"),
@@ -323,6 +334,30 @@ def test_check_integrity_finds_a_wrong_count_of_free_pages() -> None:
         allocator.check_integrity()
 
 
+def test_every_use_of_the_index_holds_the_lock() -> None:
+    allocator = ExtentAllocator(64, 2)
+    index = allocator._index
+
+    class Guarded:
+        def __getattr__(self, name: str) -> object:
+            assert allocator._lock.locked(), f"{name} is used without the lock"
+            return getattr(index, name)
+
+    allocator._index = Guarded()  # type: ignore[assignment]
+    held = allocator.alloc(20)
+    assert held is not None
+    assert allocator.free(held) == 20
+    pages = taken(allocator, 5)
+    assert allocator.free_pages(pages[::-1]) == 5
+    with pytest.raises(ValueError, match="free already"):
+        allocator.free_pages([1])
+    allocator.check_integrity()
+    assert allocator.stats().free_pages == 64
+    allocator.clear()
+    assert not allocator._lock.locked()
+
+
+@pytest.mark.usefixtures("eager_switching")
 def test_eight_threads_never_share_a_page_and_lose_none() -> None:
     page_size, pages = 4, 512
     allocator = ExtentAllocator(pages, page_size)
@@ -366,6 +401,7 @@ def test_eight_threads_never_share_a_page_and_lose_none() -> None:
     assert allocator.stats().free_runs == 1
 
 
+@pytest.mark.usefixtures("eager_switching")
 def test_one_of_eight_threads_wins_the_free_of_the_same_pages() -> None:
     allocator = ExtentAllocator(4096)
     for _ in range(30):

@@ -85,7 +85,7 @@ class ExtentIndex:
         while pages:
             position = bisect_left(self._sizes, pages)
             size = self._sizes[position] if position < len(self._sizes) else self._sizes[-1]
-            start = self._beside_youngest(size)
+            start = self._beside_youngest(size) if size >= pages else self._heads[size]
             used = min(size, pages)
             self._unlink(start, size)
             if used < size:

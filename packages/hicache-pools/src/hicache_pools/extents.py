@@ -290,22 +290,23 @@ class ExtentAllocator:
         """Check all pages, then free them; ``unit`` is the number of indices a page in the caller's words."""
         if not len(pages):
             return 0
-        ordered = pages if len(pages) == 1 or (pages[1:] > pages[:-1]).all() else np.sort(pages)
-        steps = np.diff(ordered)
+        # Compared, not subtracted: differences of foreign values may overflow.
+        ordered = np.sort(pages) if (pages[1:] <= pages[:-1]).any() else pages
         if ordered[0] < 0 or ordered[-1] >= self._page_num:
             wrong = pages[(pages < 0) | (pages >= self._page_num)][0]
             raise ValueError(f"index {wrong * unit} is foreign: it is not in 0..{self._page_num * unit - 1}")
+        steps = np.diff(ordered)
         if not steps.all():
             raise ValueError(f"index {ordered[np.argmin(steps)] * unit} is given more than once in one call")
-        cuts = np.flatnonzero(steps != 1) + 1
-        starts = ordered[np.concatenate(((0,), cuts))].tolist()
-        lengths = np.diff(cuts, prepend=0, append=len(ordered)).tolist()
+        cuts = np.flatnonzero(steps != 1)
+        starts = [int(ordered[0]), *ordered[cuts + 1].tolist()]
+        ends = [*ordered[cuts].tolist(), int(ordered[-1])]
         with self._lock:
             free = self._index.free[ordered]
             if free.any():
                 raise ValueError(f"index {ordered[np.argmax(free)] * unit} is free already")
-            for start, length in zip(starts, lengths, strict=True):
-                self._index.give(start, length)
+            for start, end in zip(starts, ends, strict=True):
+                self._index.give(start, end - start + 1)
             self._available += len(ordered)
             self._frees += 1
         return len(ordered)
