@@ -191,7 +191,7 @@ def test_results_count_bytes_and_runs(pools, compiled):
 
 def test_indices_written_to_between_calls_are_read_anew(pools, compiled):
     pool = pools.random_pool("page_first")
-    transfer_ = PlaneTransfer(pool.planes)
+    transfer_ = PlaneTransfer(pool.planes, policy="staged")
     host, device = pool.slots([1, 2]), pool.slots([3, 4])
     transfer_.load(host, device, layer=0)
     host.copy_(pool.slots([6, 0]))
