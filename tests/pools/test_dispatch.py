@@ -18,7 +18,7 @@ def check_path(result, pool, policy):
     if wanted:
         assert result.path == policy, result
     elif policy == "auto":
-        assert result.path in ("staged", "direct") if capabilities.direct else ("staged", "reference"), result
+        assert result.path in (("staged", "direct") if capabilities.direct else ("staged", "reference")), result
     else:
         assert result.path != policy, result
         assert policy in capabilities.reason, capabilities

@@ -77,7 +77,7 @@ class HostPool:
     memory_options
         How to allocate and pin; the defaults with None.
     staging_ring
-        Staging memory to use; the device's shared ring with None.
+        Staging memory to use; the device's shared ring with None. Its buffers are made when a pool first uses it.
 
     Attributes
     ----------
