@@ -202,9 +202,7 @@ def test_write_back_into_slots_a_load_reads_waits_for_it(make_stack, guard):
     stack.controller.start_loading()
     gate.wait_entered()
     controller = stack.controller
-    plan = controller._layer_plan()
-    transfers = list(plan.transfers(stack.entry, host, other, io_backend="kernel", load=False))
-    handle = controller.engine.submit_device_to_host(transfers)
+    handle = controller.engine.submit_device_to_host(transfers_of(stack, host, other, load=False))
     assert waits(handle.host_ready) is guard
     gate.open()
     controller.poll_loads(wait=True)
@@ -230,3 +228,45 @@ def test_prefetch_fills_host_slots_only_after_others_used_them(make_stack):
     stack.controller.poll_loads(wait=True)
     assert stack.same(stack.rows(target), rows)
     assert operation.wait() == 4
+
+
+def transfers_of(stack, host, device, *, load):
+    return list(stack.controller._layer_plan().transfers(stack.entry, host, device, io_backend="kernel", load=load))
+
+
+def test_load_fills_slots_only_after_a_write_back_read_them(make_stack):
+    """Below the controller, which does not hand such slots out."""
+    stack = make_stack()
+    host, rows = stack.written(4)
+    device = stack.alloc(4)
+    before = stack.compute(device)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    other = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    engine = stack.controller.engine
+    handle = engine.submit_host_to_device(transfers_of(stack, host, device, load=True), layers=3)
+    assert waits(handle.host_ready)
+    gate.open()
+    stack.controller.poll_writes(wait=True)
+    handle.host_ready.synchronize()
+    assert stack.same(stack.rows(device), rows)
+    assert stack.same(stack.loaded(other), before)
+
+
+def test_write_back_reads_rows_only_after_a_load_filled_them(make_stack):
+    stack = make_stack()
+    host, rows = stack.written(4)
+    gate = stack.host_pool.load_gates[2]
+    gate.close()
+    device = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    gate.wait_entered()
+    other = stack.controller.write(device, node_id=2)
+    ack = stack.controller.start_writing()
+    assert waits(ack.host_ready)
+    gate.open()
+    stack.controller.poll_loads(wait=True)
+    stack.controller.poll_writes(wait=True)
+    assert stack.same(stack.loaded(other), rows)
