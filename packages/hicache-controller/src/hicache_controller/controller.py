@@ -486,19 +486,21 @@ class HiCacheController:
     ) -> torch.Tensor | None:
         self._check_open()
         anchor = self.host_group.anchor_entry
-        check_indices("device_indices", device_indices, self.page_size, device_slots(anchor))
+        # Further pools can move without the anchor, whose indices are then empty.
+        if device_indices.numel() or not pool_transfers:
+            check_indices("device_indices", device_indices, self.page_size, device_slots(anchor))
         with self._lock:
             self._check_no_queued_load(anchor, device_indices)
-            host_indices = self._host_slots.alloc(device_indices.numel())
+            host_indices = self._host_slots.alloc(device_indices.numel()) if device_indices.numel() else device_indices
             if host_indices is None:
                 return None
             try:
                 resolved = self._resolve_host(pool_transfers, host_indices, device_indices)
             except BaseException:
-                self.host_group.free(host_indices)
+                self._undo_alloc(host_indices)
                 raise
             if not resolved:
-                self.host_group.free(host_indices)
+                self._undo_alloc(host_indices)
                 return None
             event = ready_event if ready_event is not None else self.engine.submission_event()
             operation = CacheOperation(
@@ -522,18 +524,22 @@ class HiCacheController:
         pool_transfers: Sequence[PoolTransfer],
     ) -> torch.Tensor | None:
         self._check_open()
-        self._check_host_slots(host_indices)
+        anchor_moves = host_indices.numel() > 0 or not pool_transfers
+        if anchor_moves:
+            self._check_host_slots(host_indices)
         with self._lock:
-            device_indices = self.host_group.alloc_device(host_indices.numel())
+            device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
             if device_indices is None:
                 return None
             try:
                 resolved = self._resolve_device(pool_transfers, host_indices, device_indices)
             except BaseException:
-                self.host_group.free_device(device_indices)
+                if anchor_moves:
+                    self.host_group.free_device(device_indices)
                 raise
             if not resolved:
-                self.host_group.free_device(device_indices)
+                if anchor_moves:
+                    self.host_group.free_device(device_indices)
                 return None
             operation = CacheOperation(
                 host_indices,
@@ -548,6 +554,10 @@ class HiCacheController:
             )
             return device_indices
 
+    def _undo_alloc(self, host_indices: torch.Tensor) -> None:
+        if host_indices.numel():
+            self.host_group.free(host_indices)
+
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> bool:
@@ -561,6 +571,8 @@ class HiCacheController:
         return True
 
     def _transfers(self, operation: CacheOperation, *, load: bool) -> list[L2Transfer]:
+        if not operation.host_indices.numel():
+            return []
         return list(
             self._plan.transfers(
                 self.host_group.anchor_entry,
@@ -679,10 +691,14 @@ class HiCacheController:
 
     def _give_back_write(self, operation: CacheOperation) -> None:
         """Return the host slots of a write that does not count."""
+        if not operation.host_indices.numel():
+            return
         self._host_slots.give_back(self.host_group.anchor_entry, operation.host_indices)
 
     def _give_back_load(self, operation: CacheOperation) -> None:
         """Return the device slots of a load that does not count."""
+        if not operation.device_indices.numel():
+            return
         self.host_group.free_device(operation.device_indices)
 
     def _evict_device(self, entry: PoolEntry, device_indices: torch.Tensor) -> int:

@@ -95,7 +95,7 @@ class HybridCacheController(HiCacheController):
         Parameters
         ----------
         device_indices, node_id, ready_event
-            As in :meth:`HiCacheController.write`.
+            As in :meth:`HiCacheController.write`; empty where only further pools move.
         pool_transfers
             One a further pool, with its device indices or the pool it derives them from. Their host indices are filled
             in; they are the caller's with an ack without error, and None again where the operation fails.
@@ -112,7 +112,7 @@ class HybridCacheController(HiCacheController):
         ValueError, RuntimeError
             As :meth:`HiCacheController.write`, for any of the pools.
         """
-        transfers = self._with_sidecars(pool_transfers)
+        transfers = self._with_sidecars(pool_transfers, anchor_moves=device_indices.numel() > 0)
         for transfer in transfers:
             if transfer.device_indices is not None:
                 entry = self.host_group.get_entry(transfer.name)
@@ -138,7 +138,7 @@ class HybridCacheController(HiCacheController):
         The transfers come with host indices, and their device indices are filled in through the entries'
         ``device_alloc_fn``, or come with both.
         """
-        transfers = self._with_sidecars(pool_transfers)
+        transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
         for transfer in transfers:
             if transfer.host_indices is not None:
                 self._check_host_slots(transfer.host_indices, pool=transfer.name)
@@ -198,7 +198,10 @@ class HybridCacheController(HiCacheController):
     def _layer_plan(self) -> LayerPlan:
         return layer_plan(self.host_group.entries)
 
-    def _with_sidecars(self, pool_transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
+    def _with_sidecars(
+        self, pool_transfers: Sequence[PoolTransfer], *, anchor_moves: bool = True
+    ) -> list[PoolTransfer]:
+        """Add the sidecars whose source takes part in the operation."""
         named = [str(transfer.name) for transfer in pool_transfers]
         anchor = str(self.host_group.anchor_entry.name)
         wrong = anchor if anchor in named else next((name for name in named if named.count(name) > 1), None)
@@ -206,7 +209,13 @@ class HybridCacheController(HiCacheController):
             raise ValueError(
                 f"pool_transfers names {wrong}; accepted is one transfer for each pool other than the anchor {anchor}"
             )
-        return [*pool_transfers, *(spec.transfer() for spec in self._sidecars if str(spec.pool_name) not in named)]
+        transfers = list(pool_transfers)
+        moving = {*named, anchor} if anchor_moves else set(named)
+        for spec in self._sidecars:
+            if str(spec.pool_name) not in moving and str(spec.indices_from_pool) in moving:
+                moving.add(str(spec.pool_name))
+                transfers.append(spec.transfer())
+        return transfers
 
     def _storage_parts(
         self,
@@ -218,14 +227,18 @@ class HybridCacheController(HiCacheController):
     ) -> tuple[list[StoragePart], list[Use]]:
         parts, uses = super()._storage_parts(host_indices, keys, parents, (), access)
         anchor = self.host_group.anchor_entry.name
+        by_name = {str(transfer.name): transfer for transfer in pool_transfers}
         for transfer in pool_transfers:
-            slots, names = transfer.host_indices, transfer.keys
+            slots, names, policy = transfer.host_indices, transfer.keys, transfer.hit_policy
+            source = by_name.get(str(transfer.indices_from_pool))
             if transfer.indices_from_pool == anchor:
                 slots, names = host_indices, keys if names is None else names
+            elif source is not None:
+                slots, names, policy = source.host_indices, source.keys, source.hit_policy
             if slots is None or names is None:
                 missing = "host_indices" if slots is None else "keys"
                 raise ValueError(f"transfer {transfer.name!s} has no {missing}; storage needs both")
-            whole = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
+            whole = policy is PoolHitPolicy.ALL_PAGES
             if whole and len(names) != len(keys):
                 raise ValueError(
                     f"transfer {transfer.name!s} has {len(names)} keys; with the hit policy all_pages it needs one for "
@@ -234,7 +247,7 @@ class HybridCacheController(HiCacheController):
             self._check_host_slots(slots, len(names), pool=transfer.name)
             stored = [name if isinstance(name, bytes) else name.encode() for name in names]
             name = str(transfer.name)
-            parts.append(StoragePart(name, stored, slots, parts[0].parents if whole else None, transfer.hit_policy))
+            parts.append(StoragePart(name, stored, slots, parts[0].parents if whole else None, policy))
             page_size = int(self.host_group.get_pool(name).page_size)
             uses.append(Use(Place(name, Side.HOST), access, page_granules(slots, page_size)))
         return parts, uses
