@@ -17,6 +17,7 @@ from hicache_kernels import (
     Plane,
     PlaneTransfer,
     host_strides,
+    movers,
     planner,
     transfer,
 )
@@ -173,6 +174,29 @@ def test_pools_of_different_page_sizes_share_a_ring(pools, compiled):
         pool = pools.random_pool("page_first_direct", (element,), pages=20)
         transfer_ = PlaneTransfer(pool.planes, ring=ring)
         check_all(pool, transfer_, pool.slots(torch.randperm(20)), pool.slots(torch.randperm(21)[:20]), "staged")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["slot_major", "strided", "block_major", "joint_blocks", "head_major"])
+def test_runs_on_both_sides_are_copied_without_staging(pools, compiled, monkeypatch, layout, form):
+    monkeypatch.setattr(movers, "LEAST_COPY_BYTES", 1)
+    monkeypatch.setattr(movers, "LEAST_COPY_WIDTH", 1)
+    pool = pools.random_pool(layout, (64, 32), pages=20, form=form, gap=random.choice([0, 16]))
+    boundaries = sorted(random.sample(range(1, 1000), 3))
+    transfer_ = PlaneTransfer(pool.planes, policy="staged", boundaries=boundaries)
+    host, device = pool.slots([3, 4, 5, 0, 1, 9]), pool.slots([7, 8, 9, 10, 11, 0])
+    check_all(pool, transfer_, host, device, "staged")
+    without = transfer.BOTH_RUNS in transfer_.write_back(host, device).reason
+    assert without == (form != "joint_blocks")
+
+
+def test_scattered_or_short_runs_go_through_staging(pools, compiled):
+    pool = pools.random_pool("page_first_direct", (64, 32), pages=20)
+    transfer_ = PlaneTransfer(pool.planes, policy="staged")
+    for pages in ([3, 4, 5], [5, 3, 9]):
+        host, device = pool.slots(pages), pool.slots(pages)
+        assert transfer.BOTH_RUNS not in transfer_.write_back(host, device).reason
+        assert transfer.BOTH_RUNS not in transfer_.load(host, device).reason
 
 
 # ---- results, plans and fallbacks

@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 
-from hicache_kernels import HostLayout, PlaneTransfer
+from hicache_kernels import HostLayout, PlaneTransfer, movers
 from hicache_kernels.checks import CHECK_VARIABLE
 from hicache_kernels.staging import StagingRing
+from hicache_kernels.transfer import BOTH_RUNS
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +80,18 @@ def test_large_operation_with_the_shared_ring(pools, gpu, policy):
     host, device = pool.slots(pools.random_pages(120, 110, runs=True)), pool.slots(torch.randperm(121)[:110])
     pool.check_write_back(host, device, transfer.write_back, wait, policy=policy)
     pool.check_load(host, device, transfer.load, wait, policy=policy, layer_events=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_on_both_sides_are_copied_without_staging(pools, gpu, monkeypatch, layout):
+    monkeypatch.setattr(movers, "LEAST_COPY_BYTES", 1)
+    monkeypatch.setattr(movers, "LEAST_COPY_WIDTH", 1)
+    pool = pools.random_pool(layout, (64, 32), pages=20, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy="staged")
+    host, device = pool.slots([3, 4, 5, 0, 1, 9]), pool.slots([7, 8, 9, 10, 11, 0])
+    pool.check_write_back(host, device, transfer.write_back, wait)
+    pool.check_load(host, device, transfer.load, wait, layer_events=True)
+    assert BOTH_RUNS in transfer.write_back(host, device).reason
 
 
 @pytest.mark.sanitizer

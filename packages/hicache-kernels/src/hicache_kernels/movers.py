@@ -20,6 +20,10 @@ STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
 """Row bytes of the staged path are multiples of this."""
+LEAST_COPY_BYTES = 2 << 20
+"""Average bytes of a copy from which copies without staging keep the bus busy."""
+LEAST_COPY_WIDTH = 32 << 10
+"""Width of a 2-D copy from which it runs at full speed (measured on an H200)."""
 _NO_EVENTS = tvm_ffi.from_dlpack(torch.empty(0, dtype=torch.int64))
 
 
@@ -77,6 +81,24 @@ class DirectMover:
         self._move(groups, source_indices, destination_indices, blocks, DIRECT_THREADS, stream)
 
 
+def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
+    """Lines of every layer, as csrc/staged/runs.h reads them; None where a plane's slots are not evenly spaced."""
+    table: list[list[int]] = []
+    for plane in planes:
+        rows = plane.device
+        if rows.block_slots > 1 and rows.block_stride != rows.block_slots * rows.slot_stride:
+            return None
+    for layer in range(planes[0].device.layers):
+        for plane, side in zip(planes, host_sides(planes), strict=True):
+            rows = plane.device
+            slot = rows.block_stride if rows.block_slots == 1 else rows.slot_stride
+            for row in range(rows.rows_per_layer):
+                host = side.base + layer * side.layer + row * plane.row_bytes
+                base = rows.bases[layer * rows.rows_per_layer + row]
+                table.append([base, host, plane.row_bytes, slot, side.slot, side.page])
+    return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     pieces: tvm_ffi.Tensor
@@ -123,6 +145,9 @@ class StagedMover:
         self._planes = tuple(planes)
         self._write_back = module["write_back"]
         self._load = module["load"]
+        self._copy_runs = module["copy_runs"]
+        self._lines = _row_lines(planes)
+        self._lines_per_layer = sum(plane.device.rows_per_layer for plane in planes)
         self._ring = ring
         self._boundaries = tvm_ffi.from_dlpack(torch.tensor(sorted(boundaries), dtype=torch.int64))
         self._blocks = blocks
@@ -234,6 +259,57 @@ class StagedMover:
             lane.advance(-(-pages.numel() // chunk_pages) * (end_layer - first_layer))
             lane.used_by(stream, prepared.tables.tables)
             return copies
+
+    def copy_runs(
+        self,
+        direction: Direction,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+        *,
+        first_layer: int,
+        end_layer: int,
+        layer_events: torch.Tensor | tvm_ffi.Tensor = _NO_EVENTS,
+    ) -> int | None:
+        """Queue 2-D copies between device rows and host pages, without staging or a kernel, where both sides are runs.
+
+        Parameters
+        ----------
+        direction
+            Which way.
+        pages, stream, first_layer, end_layer, layer_events
+            As in :meth:`load`; the events are recorded on the copy stream.
+        slots
+            Device slots, int32 or int64 on CPU.
+
+        Returns
+        -------
+        int or None
+            Number of copies, all on the copy stream; None, with nothing queued, where they would be short or narrow.
+        """
+        if self._lines is None:
+            return None
+        lane = self._ring.lane(direction)
+        with lane.lock:
+            lane.chunk_pages(self._page_bytes)
+            copies: int = self._copy_runs(
+                self._lines,
+                pages,
+                slots,
+                self._boundaries,
+                self._page_size,
+                self._lines_per_layer,
+                first_layer,
+                end_layer,
+                layer_events,
+                direction is Direction.WRITE_BACK,
+                LEAST_COPY_BYTES,
+                LEAST_COPY_WIDTH,
+                lane.fence,
+                0 if stream is None else stream.cuda_stream,
+                lane.stream_handle,
+            )
+        return None if copies < 0 else copies
 
     def copies_done(self, direction: Direction) -> torch.cuda.Event | None:
         """Record an event behind all copies queued so far; None on CPU."""

@@ -46,6 +46,7 @@ class StagingLane:
         self.cursor = 0
         self.stream: torch.cuda.Stream | None = None
         self.buffer_bytes = 0
+        self.fence = 0
         self.table = tvm_ffi.from_dlpack(torch.empty((0, 3), dtype=torch.int64))
         self._buffers = 0
         self._lane_bytes = lane_bytes
@@ -104,13 +105,15 @@ class StagingLane:
                 # The allocator may hand out memory that work on the current stream still uses.
                 self.stream.wait_stream(torch.cuda.current_stream(self.device))
                 self._memory.record_stream(self.stream)
-                self._events = [torch.cuda.Event() for _ in range(2 * count)]  # type: ignore[no-untyped-call]
+                self._events = [torch.cuda.Event() for _ in range(2 * count + 1)]  # type: ignore[no-untyped-call]
                 for event in self._events:
                     event.record(self.stream)
+                self.fence = self._events[-1].cuda_event
             for index, row in enumerate(table):
                 row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
         self.buffer_bytes = buffer_bytes
         self._buffers = count
+        self.fence = 0
         self.table = tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
         self.cursor = 0
 

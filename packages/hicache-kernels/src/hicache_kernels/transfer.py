@@ -24,6 +24,9 @@ from .staging import Direction, StagingRing, canonical_device, default_ring
 
 logger = logging.getLogger(__name__)
 
+BOTH_RUNS = "device slots are runs too, so the copies need no staging"
+"""Ends the reason of a staged operation that went without staging."""
+
 
 class TransferPolicy(StrEnum):
     """Which path an operation may take."""
@@ -321,6 +324,20 @@ class PlaneTransfer:
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
             assert indices.pages is not None
             staged = self._demand_staged()
+            if indices.device.device.type == "cpu":
+                with self.ring.lane(Direction.WRITE_BACK).lock:
+                    run_copies = staged.copy_runs(
+                        Direction.WRITE_BACK,
+                        indices.pages,
+                        indices.device,
+                        stream,
+                        first_layer=0,
+                        end_layer=self.layers,
+                    )
+                    ready = None if run_copies is None else staged.copies_done(Direction.WRITE_BACK)
+                if run_copies is not None:
+                    reason = f"{plan.reason}; {BOTH_RUNS}"
+                    return TransferResult(plan.path, reason, size, indices.runs, ready, ready, run_copies)
             with self.ring.lane(Direction.WRITE_BACK).lock:
                 copies = staged.write_back(indices.pages, indices.device_slots, stream)
                 released = None if stream is None else stream.record_event()
@@ -388,6 +405,25 @@ class PlaneTransfer:
             if layer_events and stream is not None:
                 events = self._take_events(end - first, stream)
             handles = torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
+            if indices.device.device.type == "cpu":
+                with self.ring.lane(Direction.LOAD).lock:
+                    run_copies = staged.copy_runs(
+                        Direction.LOAD,
+                        indices.pages,
+                        indices.device,
+                        stream,
+                        first_layer=first,
+                        end_layer=end,
+                        layer_events=handles,
+                    )
+                    ready = None if run_copies is None else staged.copies_done(Direction.LOAD)
+                if run_copies is not None:
+                    if stream is not None and ready is not None:
+                        stream.wait_event(ready)
+                    reason = f"{plan.reason}; {BOTH_RUNS}"
+                    return TransferResult(
+                        plan.path, reason, size, indices.runs, ready, ready, run_copies, tuple(events)
+                    )
             with self.ring.lane(Direction.LOAD).lock:
                 copies = staged.load(
                     indices.pages,

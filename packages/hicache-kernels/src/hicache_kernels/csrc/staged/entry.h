@@ -9,6 +9,7 @@
 #include <hicache/rows.h>
 
 #include "copies.h"
+#include "runs.h"
 #if defined(HICACHE_GPU)
 #include "gpu_backend.h"
 #else
@@ -93,6 +94,57 @@ inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVie
   return total;
 }
 
+// Either direction without staging, layers [first_layer, end_layer) in order, or -1 with nothing queued where the copies
+// would not be at least least_bytes long on average and least_width wide. lines: int64 [layers * lines a layer, 6], the
+// fields of RowLine. slots: device slots in CPU memory. fence: an event that holds the copies behind the caller's stream.
+// layer_events: int64 [layers or 0], recorded on the copy stream after each layer. Returns the number of copies.
+inline int64_t copy_runs_entry(tvm::ffi::TensorView lines, tvm::ffi::TensorView pages, tvm::ffi::TensorView slots,
+                               tvm::ffi::TensorView boundaries, int64_t page_size, int64_t lines_per_layer,
+                               int64_t first_layer, int64_t end_layer, tvm::ffi::TensorView layer_events, bool to_host,
+                               int64_t least_bytes, int64_t least_width, int64_t fence, int64_t stream,
+                               int64_t copy_stream) {
+  Symbol line_count{"lines"}, six{"fields of a line", kLineFields}, page_count{"pages"}, slot_count{"slots"};
+  Symbol boundary_count{"boundaries"}, event_count{"layer events"};
+  TensorCheck(lines, "lines").on_cpu().integers({64}).shape({&line_count, &six});
+  TensorCheck(pages, "host pages").on_cpu().integers({64}).shape({&page_count});
+  slot_count.value = page_count.value * page_size;
+  TensorCheck(slots, "device_indices").on_cpu().integers({32, 64}).shape({&slot_count});
+  TensorCheck(boundaries, "boundaries").on_cpu().integers({64}).shape({&boundary_count});
+  TensorCheck(layer_events, "layer_events").on_cpu().integers({64}).shape({&event_count});
+  if (first_layer < 0 || end_layer * lines_per_layer > line_count.value) {
+    TVM_FFI_THROW(ValueError) << "layers " << first_layer << " to " << end_layer << " of " << line_count.value << " lines";
+  }
+  const std::vector<JointRun> runs = joint_runs(int64_data(pages), page_count.value, slots, page_size);
+  int64_t slot_bytes = 0;
+  for (int64_t i = 0; i < lines_per_layer; ++i) slot_bytes += int64_data(lines)[i * kLineFields + 2];
+  const int64_t fewest = lines_per_layer * static_cast<int64_t>(runs.size());
+  if (runs.empty() || slot_bytes * slot_count.value / fewest < least_bytes) return -1;
+  auto plan = [&](int64_t layer, std::vector<Copy>& copies) {
+    copies.clear();
+    for (int64_t i = layer * lines_per_layer; i < (layer + 1) * lines_per_layer; ++i) {
+      const int64_t* f = int64_data(lines) + i * kLineFields;
+      const RowLine line{static_cast<uint64_t>(f[0]), static_cast<uint64_t>(f[1]), f[2], f[3], f[4], f[5]};
+      for (const JointRun& run : runs) {
+        append_line(line, run, page_size, int64_data(boundaries), boundary_count.value, copies);
+      }
+    }
+  };
+  std::vector<Copy> copies;
+  plan(first_layer, copies);
+  if (!worth_it(copies, least_bytes, least_width)) return -1;
+  Backend backend(1, 1, stream, copy_stream);
+  backend.rows_record(fence);
+  backend.copies_wait(fence);
+  int64_t total = 0;
+  for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+    plan(layer, copies);
+    backend.copy(copies, to_host);
+    if (layer - first_layer < event_count.value) backend.copies_record(int64_data(layer_events)[layer - first_layer]);
+    total += static_cast<int64_t>(copies.size());
+  }
+  return total;
+}
+
 // The copies that an operation of one chunk would make, for tests and for those who want to see them: copies receives
 // int64 [rows, 6] (the fields of Copy; staging addresses count from 0), as many as fit. Returns how many there are.
 inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView pages, tvm::ffi::TensorView boundaries,
@@ -161,5 +213,6 @@ inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView grou
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_back, hicache::write_back_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, hicache::load_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_runs, hicache::copy_runs_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_copies, hicache::plan_copies_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);
