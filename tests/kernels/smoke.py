@@ -1,6 +1,7 @@
 """Smoke check of a fresh installation of hicache-kernels alone: one round trip, bit for bit."""
 
 import torch
+
 from hicache_kernels import DeviceRows, HostLayout, HostRows, Plane, PlaneTransfer, host_bytes, host_strides
 
 layers, pages, page_size, row_bytes = 3, 5, 4, 32

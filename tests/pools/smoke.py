@@ -1,6 +1,7 @@
 """Smoke check of a fresh installation of hicache-pools: a pool writes pages back and loads them again."""
 
 import torch
+
 from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost
 
 device_pool = MHATokenToKVPool(64, 16, torch.float16, head_num=2, head_dim=8, layer_num=3)

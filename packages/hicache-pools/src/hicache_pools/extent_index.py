@@ -50,10 +50,10 @@ class ExtentIndex:
         self._length_array = np.empty(pages, dtype=np.int32)
         self._next_array = np.empty(pages, dtype=np.int32)
         self._previous_array = np.empty(pages, dtype=np.int32)
-        self._free = memoryview(self.free)
-        self._length = memoryview(self._length_array)
-        self._next = memoryview(self._next_array)
-        self._previous = memoryview(self._previous_array)
+        self._free = self.free.data
+        self._length = self._length_array.data
+        self._next = self._next_array.data
+        self._previous = self._previous_array.data
         self._sizes: list[int] = []
         self._heads: dict[int, int] = {}
         self.runs = 0
