@@ -118,7 +118,8 @@ class PlaneTransfer:
     ring
         Staging memory; the device's shared ring by default.
     constants
-        What the planner knows of the device; measured defaults where None.
+        What the planner knows of the device; None takes those of :mod:`hicache_kernels.calibrate`, which the first
+        operation measures where this machine has none on disk.
 
     Raises
     ------
@@ -145,7 +146,7 @@ class PlaneTransfer:
         self.page_size = first.host.page_size
         self.page_bytes = sum(plane.element_bytes for plane in self.planes) * self.layers * self.page_size
         self._ring = ring
-        self._constants = constants or (planner.CPU if self.device.type == "cpu" else planner.H200)
+        self._constants = constants
         self._lock = threading.Lock()
         self._spare_events: list[torch.cuda.Event] = []
         side = host_sides(self.planes)[0]
@@ -241,6 +242,17 @@ class PlaneTransfer:
         """Path an operation of ``pages`` host pages in ``runs`` copies would take under the pool's policy, and why."""
         return self._plan(direction, pages, runs, None, None, layer_by_layer)
 
+    def _planner_constants(self) -> planner.DeviceConstants:
+        if self._constants is None:
+            # Imported here, as calibration measures with transfers.
+            from .calibrate import device_constants
+
+            constants = device_constants(self.device)
+            if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+                return constants
+            self._constants = constants
+        return self._constants
+
     def _plan(
         self,
         direction: Direction,
@@ -264,7 +276,7 @@ class PlaneTransfer:
         if direction is Direction.WRITE_BACK:
             return planner.plan_write_back(
                 work,
-                constants=self._constants,
+                constants=self._planner_constants(),
                 available=self._available,
                 policy=chosen,
                 block_quota=block_quota,
@@ -272,7 +284,7 @@ class PlaneTransfer:
             )
         return planner.plan_load(
             work,
-            constants=self._constants,
+            constants=self._planner_constants(),
             available=self._available,
             policy=chosen,
             block_quota=block_quota,
