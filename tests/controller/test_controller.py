@@ -520,6 +520,10 @@ def test_metrics_count_bytes_operations_and_paths(make_stack):
         series for key, series in snapshot.histograms["transfer_submit_seconds"].items() if ("direction", "load") in key
     )
     assert histogram.observations == 1
+    (histogram,) = (
+        series for key, series in snapshot.histograms["transfer_seconds"].items() if ("direction", "load") in key
+    )
+    assert histogram.observations == 1
 
 
 def test_prometheus_sees_what_the_metrics_hold(make_stack):

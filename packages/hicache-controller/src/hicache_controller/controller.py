@@ -686,7 +686,7 @@ class HiCacheController:
 
     def _finished(self, started: StartedOperation) -> None:
         if started.handle is not None:
-            self.engine.in_flight.remove(started.handle)
+            self.engine.release(started.handle)
         self.layer_done_counter.forget(started.consumer)
 
     def _give_back_write(self, operation: CacheOperation) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,54 @@ class Job(Protocol):
         ...
 
 
+class Clock(Protocol):
+    """Measures one transfer on the device's own clock."""
+
+    def stop(self, events: Sequence[torch.cuda.Event]) -> None:
+        """End with the given events and with what the current stream holds now."""
+        ...
+
+    def seconds(self) -> float:
+        """Return the time between start and stop; blocks until that has come."""
+        ...
+
+
+class HostClock:
+    """Times CPU work."""
+
+    def __init__(self) -> None:
+        self._start = self._end = time.perf_counter()
+
+    def stop(self, events: Sequence[torch.cuda.Event]) -> None:
+        """End now."""
+        self._end = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the time between start and stop."""
+        return self._end - self._start
+
+
+class StreamClock:
+    """Times work of several streams, from the current stream's present on."""
+
+    def __init__(self, end_stream: torch.cuda.Stream) -> None:
+        self._end_stream = end_stream
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._start.record()
+
+    def stop(self, events: Sequence[torch.cuda.Event]) -> None:
+        """End behind the events, on a stream where nothing else waits for them."""
+        for event in (*events, torch.cuda.current_stream().record_event()):
+            self._end_stream.wait_event(event)
+        self._end.record(self._end_stream)
+
+    def seconds(self) -> float:
+        """Return the time between start and stop; blocks until that has come."""
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1e3
+
+
 class Device(Protocol):
     """What lanes need to know of a device."""
 
@@ -52,6 +101,10 @@ class Device(Protocol):
 
     def order(self, event: Event) -> None:
         """Let what the current scope does next follow ``event``."""
+        ...
+
+    def clock(self) -> Clock:
+        """Start a clock behind what the lane's stream holds now."""
         ...
 
     def scope(self) -> AbstractContextManager[object]:
@@ -78,6 +131,10 @@ class CpuDevice:
         """Block until ``event`` has come."""
         event.synchronize()
 
+    def clock(self) -> Clock:
+        """Start a :class:`HostClock`."""
+        return HostClock()
+
     def scope(self) -> AbstractContextManager[object]:
         """Return a scope that does nothing."""
         return contextlib.nullcontext()
@@ -100,6 +157,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._clock_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submission_event(self) -> Event | None:
         """Record an event on the caller's current stream."""
@@ -113,6 +171,10 @@ class CudaDevice:
     def order(self, event: Event) -> None:
         """Let the stream wait; for an event of CPU work the calling thread does."""
         event.wait(self.stream)
+
+    def clock(self) -> Clock:
+        """Start a :class:`StreamClock`."""
+        return StreamClock(self._clock_stream)
 
     def scope(self) -> AbstractContextManager[object]:
         """Make the stream, and with it the device, current."""

@@ -55,11 +55,13 @@ class MetricsSnapshot(NamedTuple):
 class Metrics:
     """Counts by name and labels; safe to use from several threads.
 
-    Names in use: ``transfer_bytes``, ``transfer_operations``, ``transfer_runs`` and ``transfer_seconds`` by
-    ``direction`` and ``path``; ``transfer_failures``; ``fallbacks`` by ``reason``; ``hit_pages`` by ``tier``;
-    ``deferred_frees``; ``backup_pages``, ``backup_failed_pages``, ``backup_retries``, ``backup_dropped_pages``;
-    ``prefetch_pages``, ``prefetch_missing_pages``, ``prefetch_cancelled``; ``storage_errors`` and
-    ``storage_timeouts`` by ``operation``; ``storage_seconds`` by ``operation``; gauges of queue depths.
+    Counters: ``transfer_bytes``, ``transfer_operations`` and ``transfer_runs`` by ``direction`` and ``path``;
+    ``transfer_failures`` by ``direction``; ``fallbacks`` by ``reason`` and ``direction``; ``deferred_frees``;
+    ``backup_pages``, ``backup_failed_pages``, ``backup_retries``, ``backup_dropped_pages``; ``prefetch_pages``,
+    ``prefetch_missing_pages``, ``prefetch_cancelled``, ``prefetch_dropped_pages``; ``storage_errors`` and
+    ``storage_timeouts`` by ``operation``; ``lost_ranks``. Histograms: ``transfer_seconds`` (the transfer itself, on the
+    device's clock) and ``transfer_submit_seconds`` by ``direction``, ``storage_seconds`` by ``operation``. Gauges:
+    queue depths. Checksum failures and the like are in the storage's own ``stats()``.
     """
 
     def __init__(self) -> None:

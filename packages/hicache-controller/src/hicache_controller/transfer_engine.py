@@ -16,7 +16,7 @@ from hicache_pools.device_pools.base import DevicePool
 
 from .events import COMPLETED, Event, Signal, wait_until_done
 from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
-from .lanes import Device, LanePair
+from .lanes import Clock, Device, LanePair
 from .metrics import Metrics
 from .operations import OperationCancelledError
 
@@ -168,6 +168,7 @@ class TransferHandle(InFlightOperation):
         self._device = device
         self._metrics = metrics
         self._cancelled = False
+        self._clock: Clock | None = None
         if direction is Direction.DEVICE_TO_HOST and not guards.overwrite_follows_read:
             self.device_released = COMPLETED
 
@@ -175,10 +176,17 @@ class TransferHandle(InFlightOperation):
         """Let it stop at the next layer; it is over when :attr:`done`."""
         self._cancelled = True
 
+    def observe(self) -> None:
+        """Count the time it took, once it is done."""
+        clock, self._clock = self._clock, None
+        if clock is not None and self.error is None:
+            self._metrics.observe("transfer_seconds", clock.seconds(), direction=self.direction.value)
+
     def run(self) -> None:
         """Do or queue the copies; whatever happens, every event fires."""
         began = time.perf_counter()
         try:
+            self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
                 self._write_back()
             else:
@@ -207,6 +215,7 @@ class TransferHandle(InFlightOperation):
             self.results.append(transfer.write_back())
         self.device_released.fire(_cuda_events(result.device_released for result in self.results))
         self.host_ready.fire(_cuda_events(result.host_ready for result in self.results))
+        self._stop_clock()
 
     def _load(self) -> None:
         for layer, event in enumerate(self.layer_events):
@@ -218,6 +227,12 @@ class TransferHandle(InFlightOperation):
                     raise OperationCancelledError("the load was cancelled")
                 self.results.append(transfer.load_layer(local))
             event.fire()
+        self._stop_clock()
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            events = (event for result in self.results for event in (result.device_released, result.host_ready))
+            self._clock.stop([event for event in events if event is not None])
 
     def _settle(self) -> None:
         """Nothing may still move when the slots go back."""
@@ -239,6 +254,8 @@ class TransferHandle(InFlightOperation):
             self._metrics.count("transfer_bytes", result.bytes, path=result.path, direction=direction)
             self._metrics.count("transfer_runs", result.runs, path=result.path, direction=direction)
             self._metrics.count("transfer_operations", path=result.path, direction=direction)
+            if result.path == "reference":
+                self._metrics.count("fallbacks", reason=result.reason, direction=direction)
         self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
 
 
@@ -377,6 +394,11 @@ class L2TransferEngine:
                 if not event.query():
                     events[id(event)] = event
         return list(events.values())
+
+    def release(self, handle: TransferHandle) -> None:
+        """Let the slots of a transfer that is done go, and count its time."""
+        self.in_flight.remove(handle)
+        handle.observe()
 
     def reap(self) -> None:
         """Let the slots of everything that is done go."""
