@@ -75,6 +75,8 @@ constexpr DLDeviceType kDLGPUHost = kDLCPU;
 
 #if defined(HICACHE_GPU)
 
+#define HICACHE_LAUNCH(kernel, blocks, threads, stream, argument) kernel<<<blocks, threads, 0, stream>>>(argument)
+
 inline void check_gpu(gpuError_t error, const char* what) {
   if (error != gpuSuccess) {
     static_cast<void>(gpuGetLastError());  // leaves no pending error behind for the caller's next call

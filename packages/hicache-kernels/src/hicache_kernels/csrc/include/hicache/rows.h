@@ -114,8 +114,10 @@ constexpr int kGroupsPerLaunch = 8;
 // Neighbouring bytes that the threads of a warp touch at once at least, where a row is long enough: a line of the caches,
 // and a full packet of the bus.
 constexpr int64_t kShortestStretch = 128;
-// Units of a group in one launch: with the largest grid's stride added it stays below 2^31.
-constexpr int64_t kMaxUnits = int64_t{1} << 30;
+// Vectors of a group in one launch: with the largest grid's stride added it stays below 2^31.
+#if !defined(HICACHE_MAX_VECTORS)
+#define HICACHE_MAX_VECTORS (int64_t{1} << 30)
+#endif
 
 struct DeviceGroup {
   Space source;
@@ -199,9 +201,9 @@ __global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GR
 template <int Bytes>
 void launch_rows(const Launch& launch, bool wide, int blocks, int threads, gpuStream_t stream) {
   if (wide) {
-    move_rows_kernel<Bytes, int64_t><<<blocks, threads, 0, stream>>>(launch);
+    HICACHE_LAUNCH((move_rows_kernel<Bytes, int64_t>), blocks, threads, stream, launch);
   } else {
-    move_rows_kernel<Bytes, int32_t><<<blocks, threads, 0, stream>>>(launch);
+    HICACHE_LAUNCH((move_rows_kernel<Bytes, int32_t>), blocks, threads, stream, launch);
   }
   check_gpu(gpuGetLastError(), "launching the row kernel");
 }
@@ -226,7 +228,7 @@ inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Ind
       if (group.vector_bytes != width) continue;
       any = true;
       const int64_t inner = std::max<int64_t>(1, group.inner);
-      const int64_t fits = kMaxUnits / (group.rows * (group.row_bytes / width));
+      const int64_t fits = HICACHE_MAX_VECTORS / (group.rows * (group.row_bytes / width));
       part = std::min(part, std::max(fits / inner * inner, inner));
     }
     if (!any) continue;
