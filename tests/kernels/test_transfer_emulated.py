@@ -1,4 +1,4 @@
-"""The device code itself, compiled for the CPU with its threads run one after the other: no GPU, the same arithmetic."""
+"""The device code itself, compiled for the CPU, its threads run one after the other: the same arithmetic, no GPU."""
 
 import os
 import random
