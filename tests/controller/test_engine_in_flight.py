@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hicache_controller.events import COMPLETED, EventGroup, HostSignal
 from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
 from hicache_controller.lanes import CpuDevice, InlineLane, LanePair, LaneStoppedError, ThreadLane
+from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
 uses = st.builds(
@@ -151,3 +152,33 @@ def test_an_inline_lane_is_done_when_submit_returns():
 def test_only_cpu_pools_complete_synchronously():
     with pytest.raises(ValueError, match="synchronous is True with pools on cuda"):
         LanePair(torch.device("cuda"), synchronous=True)
+
+
+def test_a_load_of_one_pool_can_be_one_call_with_an_event_a_layer(make_stack, monkeypatch):
+    """What CUDA pools do, here with events that stand for those of the copy stream."""
+    stack = make_stack()
+    host, rows = stack.written(4)
+    events = [HostSignal() for _ in range(3)]
+
+    def load_all(device_pool, host_indices, device_indices, io_backend, *, layer_events):
+        assert layer_events
+        for layer in range(3):
+            stack.host_pool.load_to_device_per_layer(device_pool, host_indices, device_indices, layer, io_backend)
+        return TransferResult("staged", "", 0, 0, None, None, 0, tuple(events))
+
+    monkeypatch.setattr(CpuDevice, "loads_whole_pools", True)
+    monkeypatch.setattr(stack.host_pool, "load_to_device_all_layer", load_all)
+    fired = []
+    fire = HostSignal.fire
+
+    def record(self, after=None):
+        fired.append(after)
+        fire(self)
+
+    monkeypatch.setattr(HostSignal, "fire", record)
+    device = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert ack.error is None
+    assert fired[:3] == [(event,) for event in events]
+    assert stack.same(stack.rows(device), rows)

@@ -30,8 +30,8 @@ class Event(Protocol):
 class Signal(Event, Protocol):
     """An event a transfer fires itself, once."""
 
-    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Complete with the given events, or with the work queued so far where there are none."""
+    def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
+        """Complete with the given events, or with the work queued so far where they are not known."""
         ...
 
 
@@ -55,7 +55,7 @@ class HostSignal:
         """Block until it has fired, at most ``timeout`` seconds; tell whether it has."""
         return self._fired.wait(timeout)
 
-    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+    def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
         """Set it."""
         self._fired.set()
 
@@ -75,7 +75,7 @@ class CompletedEvent:
     def synchronize(self) -> None:
         """Return at once."""
 
-    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
+    def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
         """Change nothing."""
 
 
@@ -114,12 +114,12 @@ class StreamSignal:
         for event in self._events:
             event.synchronize()
 
-    def fire(self, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Stand for ``events``, or for what the current stream holds now; only the first call counts."""
+    def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
+        """Stand for ``events``, or with None for what the current stream holds now; only the first call counts."""
         if self._queued.is_set():
             return
         try:
-            self._events = tuple(events) if events else (torch.cuda.current_stream().record_event(),)
+            self._events = (torch.cuda.current_stream().record_event(),) if events is None else tuple(events)
         finally:
             # Also where recording fails, as it does once a kernel has faulted: nobody may wait for ever.
             self._queued.set()

@@ -89,7 +89,16 @@ class StreamClock:
 
 
 class Device(Protocol):
-    """What lanes need to know of a device."""
+    """What lanes need to know of a device.
+
+    Attributes
+    ----------
+    loads_whole_pools
+        Whether a load of one pool is one call that records an event a layer, instead of a call a layer.
+    """
+
+    @property
+    def loads_whole_pools(self) -> bool: ...  # noqa: D102
 
     def submission_event(self) -> Event | None:
         """Event of the work the caller's stream holds now; None where callers compute on their own thread."""
@@ -117,7 +126,9 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    """Transfers done by the thread that runs them."""
+    """Transfers done by the thread that runs them; by layers, so that a forward pass need not wait for all."""
+
+    loads_whole_pools = False
 
     def submission_event(self) -> Event | None:
         """Return None: what the caller computed is done when it calls."""
@@ -152,7 +163,9 @@ class InlineCpuDevice(CpuDevice):
 
 
 class CudaDevice:
-    """Transfers queued on one stream of a CUDA or ROCm device."""
+    """Transfers queued on one stream of a CUDA or ROCm device; in one call, as then the layers' copies overlap."""
+
+    loads_whole_pools = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

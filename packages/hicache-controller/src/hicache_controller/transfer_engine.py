@@ -106,6 +106,13 @@ class L2Transfer:
         )
         return result
 
+    def load_whole_pool(self) -> TransferResult:
+        """Queue or do the copy of all layers to the device, those of packed drafts included."""
+        result: TransferResult = self.host_pool.load_to_device_all_layer(
+            self.device_pool, self.host_indices, self.device_indices, self.io_backend, layer_events=True
+        )
+        return result
+
     def load_layer(self, layer: int) -> TransferResult:
         """Queue or do the copy of one of the pool's layers to the device."""
         result: TransferResult = self.host_pool.load_to_device_per_layer(
@@ -218,6 +225,33 @@ class TransferHandle(InFlightOperation):
         self._stop_clock()
 
     def _load(self) -> None:
+        if self._cancelled:
+            raise OperationCancelledError("the load was cancelled")
+        if self._device.loads_whole_pools and len({transfer.name for transfer in self.transfers}) == 1:
+            self._load_whole_pool()
+        else:
+            self._load_layers()
+        self._stop_clock()
+
+    def _load_whole_pool(self) -> None:
+        """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
+        result = self.transfers[0].load_whole_pool()
+        self.results.append(result)
+        if not result.layer_done:
+            return
+        owner = self.transfers[0]
+        local_layers = {layer: local for layer, local in enumerate(owner.layer_map) if local is not None}
+        for draft in self.transfers[1:]:
+            first = 1 + max(local_layers.values(), default=-1)
+            own = [layer for layer, local in enumerate(draft.layer_map) if local is not None]
+            local_layers |= {layer: first + number for number, layer in enumerate(own)}
+        done: tuple[torch.cuda.Event, ...] = ()
+        for layer, event in enumerate(self.layer_events):
+            if layer in local_layers:
+                done = (result.layer_done[local_layers[layer]],)
+            event.fire(done)
+
+    def _load_layers(self) -> None:
         for layer, event in enumerate(self.layer_events):
             for transfer in self.transfers:
                 local = transfer.layer_map[layer] if layer < len(transfer.layer_map) else None
@@ -227,7 +261,6 @@ class TransferHandle(InFlightOperation):
                     raise OperationCancelledError("the load was cancelled")
                 self.results.append(transfer.load_layer(local))
             event.fire()
-        self._stop_clock()
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
@@ -259,13 +292,13 @@ class TransferHandle(InFlightOperation):
         self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
 
 
-def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...]:
-    """Return the events there are; where one is missing, what the current stream holds now stands for it."""
+def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...] | None:
+    """Return the events; where one is missing, what the current stream holds now stands for it (None: for all)."""
     listed = list(events)
     known = tuple(event for event in listed if event is not None)
-    if known and len(known) < len(listed):
-        known = (*known, torch.cuda.current_stream().record_event())
-    return known
+    if not known:
+        return None
+    return known if len(known) == len(listed) else (*known, torch.cuda.current_stream().record_event())
 
 
 class PendingPages(NamedTuple):
