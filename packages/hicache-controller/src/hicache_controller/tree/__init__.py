@@ -1,0 +1,55 @@
+"""The prefix tree: what is cached in which tier, over all pools of a model.
+
+========================  ==============================================================================
+module                    holds
+========================  ==============================================================================
+``keys``                  page keys of a growing token sequence
+``node``                  a run of pages and what each tier has of it
+``components``            windowed pools: sliding windows and recurrent states
+``policies``              when to write to the host, what to evict first, quotas
+``queue``                 what waits for eviction
+``structure``             the tree itself: cutting, joining, locking
+``transfers``             writes, backups and evictions
+``cache``                 what an engine calls
+``retraction``            requests taken off the device
+``drafts``                registering a draft model's pools
+``events``                what routers are told
+``integrity``             checks and drawing
+========================  ==============================================================================
+"""
+
+from .cache import UnifiedRadixCache
+from .components import WindowComponent
+from .drafts import maybe_register_hicache_draft, register_hicache_draft_pools
+from .events import CacheEvent, Change, Tier
+from .keys import KEY_BYTES, SequenceKeys
+from .node import Pages, TreeNode
+from .policies import EvictionStrategy, LeastFrequentlyUsed, LeastRecentlyUsed, Quota, SizeAware, WritePolicy
+from .results import InsertResult, Match, Restored, TreeStats, WindowStats
+from .structure import PageAllocator
+
+__all__ = [
+    "KEY_BYTES",
+    "CacheEvent",
+    "Change",
+    "EvictionStrategy",
+    "InsertResult",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "Match",
+    "PageAllocator",
+    "Pages",
+    "Quota",
+    "Restored",
+    "SequenceKeys",
+    "SizeAware",
+    "Tier",
+    "TreeNode",
+    "TreeStats",
+    "UnifiedRadixCache",
+    "WindowComponent",
+    "WindowStats",
+    "WritePolicy",
+    "maybe_register_hicache_draft",
+    "register_hicache_draft_pools",
+]

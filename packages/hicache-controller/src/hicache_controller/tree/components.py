@@ -1,0 +1,109 @@
+"""WindowComponent: a pool of which a prefix needs only the last pages, and the tree's access to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hicache_pools.group import PoolEntry
+from hicache_pools.pool_transfer import PoolName
+
+from .node import Pages, WindowPart
+from .queue import EvictionQueue
+
+
+@dataclass(frozen=True)
+class WindowComponent:
+    """A pool with slots of its own that a prefix needs for its last pages alone.
+
+    A sliding window needs as many pages as the window touches; a recurrent state needs the one that was saved at the
+    very end (``window_pages=1``), a page of its pool being a state. Full attention is the tree's anchor, and sidecars,
+    which share the slots of another pool, come and go with that pool; neither is a component of its own.
+
+    Parameters
+    ----------
+    name
+        Its entry in the group, with ``device_alloc_fn`` and ``device_free_fn``.
+    window_pages
+        Pages of the anchor that are needed at the end of a prefix; all of a shorter one.
+    """
+
+    name: PoolName | str
+    window_pages: int
+
+    def __post_init__(self) -> None:
+        if self.window_pages <= 0:
+            raise ValueError(f"window_pages is {self.window_pages}; it must be positive")
+
+    @classmethod
+    def sliding_window(cls, name: PoolName | str, *, window_tokens: int, page_size: int) -> WindowComponent:
+        """Make the component of a sliding window: the pages its last tokens may lie in, for a prefix of whole pages."""
+        if window_tokens <= 0 or page_size <= 0:
+            raise ValueError(f"window_tokens is {window_tokens} and page_size {page_size}; both must be positive")
+        return cls(name, -(-window_tokens // page_size))
+
+    @classmethod
+    def recurrent_state(cls, name: PoolName | str = PoolName.MAMBA) -> WindowComponent:
+        """Make the component of a recurrent state, which is needed at the end of a prefix."""
+        return cls(name, 1)
+
+
+class SlotPages:
+    """Turns page numbers of a pool into slot indices and back."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._offsets = np.arange(page_size, dtype=np.int64)
+
+    def slots(self, pages: Pages) -> torch.Tensor:
+        """Slot indices of whole pages, int64 ``[pages * page_size]`` on CPU."""
+        if self.page_size == 1:
+            return torch.from_numpy(pages)
+        return torch.from_numpy(np.add.outer(pages * self.page_size, self._offsets).reshape(-1))
+
+    def pages(self, slots: torch.Tensor) -> Pages:
+        """Page numbers of whole pages of slots, int64 on CPU."""
+        table: Pages = slots.numpy()
+        return table if self.page_size == 1 else table[:: self.page_size] // self.page_size
+
+
+class WindowPool:
+    """A component with its entry, its slots, and what of it may be evicted."""
+
+    def __init__(self, component: WindowComponent, entry: PoolEntry) -> None:
+        if entry.device_alloc_fn is None or entry.device_free_fn is None:
+            raise ValueError(
+                f"entry {entry.name!s} has no device_alloc_fn or no device_free_fn; a component of the tree needs both"
+            )
+        self.name = str(component.name)
+        self.window_pages = component.window_pages
+        self.entry = entry
+        self.converter = SlotPages(int(entry.host_pool.page_size))
+        self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(
+            1, _rank, lambda part: part.device is not None and not part.device_pins
+        )
+        self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(
+            2, _rank, lambda part: part.host is not None and not part.host_pins
+        )
+
+    def offer(self, part: WindowPart) -> None:
+        """Let the sides of a part that may be evicted wait for it."""
+        self.device_queue.offer(part)
+        self.host_queue.offer(part)
+
+    def alloc_device(self, pages: int) -> Pages | None:
+        """Take device pages; None where too few are free."""
+        if self.entry.device_alloc_fn is None:
+            return None
+        slots = self.entry.device_alloc_fn(pages * self.converter.page_size)
+        return None if slots is None else self.converter.pages(slots.cpu())
+
+    def free_host_pages(self) -> int:
+        """Free pages on the host."""
+        return int(self.entry.host_pool.available_size()) // self.converter.page_size
+
+
+def _rank(part: WindowPart) -> tuple[float, float, int]:
+    return part.node.priority, 0, part.last_access

@@ -1,0 +1,95 @@
+"""What the tree hands out: matches, results and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .keys import KEY_BYTES, Tokens, key_list
+from .node import Pages, Pin, TreeNode
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """The longest cached prefix of a request, pinned until :meth:`UnifiedRadixCache.release`.
+
+    Attributes
+    ----------
+    keys
+        All page keys of the request.
+    device_pages, host_pages
+        Leading pages on the device, and further ones on the host.
+    device_node, node
+        Deepest matched node with a device part, and deepest matched node. Both are pinned, each in its tier.
+    device_pin, host_pin
+        The parts of windowed pools that the prefix needs at its end.
+    owner, priority, tokens
+        Of the request: its namespace's number, its priority, the tokens of its complete pages where they are known.
+    """
+
+    keys: bytes
+    device_pages: int
+    host_pages: int
+    device_node: TreeNode
+    node: TreeNode
+    device_pin: Pin
+    host_pin: Pin
+    owner: int = 0
+    priority: int = 0
+    tokens: Tokens | None = None
+
+    @property
+    def pages(self) -> int:
+        """Matched pages, whatever their tier."""
+        return self.device_pages + self.host_pages
+
+    @property
+    def on_device(self) -> bool:
+        """Whether everything it needs has a device part (which a load may still be filling)."""
+        return not self.host_pages and not self.host_pin.parts
+
+    @property
+    def consumers(self) -> tuple[int, ...]:
+        """Consumer ids of the loads in flight that fill its device parts, for ``layer_done_counter``."""
+        found: list[int] = []
+        node: TreeNode | None = self.device_node
+        while node is not None:
+            if node.load is not None:
+                found.append(node.load.consumer)
+            node = node.parent
+        found += [part.load.consumer for part in self.device_pin.parts if part.load is not None]
+        return tuple(sorted(set(found)))
+
+    def rest(self) -> list[bytes]:
+        """Keys of the pages behind the match."""
+        return key_list(self.keys[self.pages * KEY_BYTES :])
+
+
+class InsertResult(NamedTuple):
+    """Result of an insert: the match that covers the whole request, and how many of its pages the tree had already."""
+
+    match: Match
+    duplicates: int
+
+
+class TreeStats(NamedTuple):
+    """Size of the tree: nodes without the root, and pages by tier."""
+
+    nodes: int
+    device_pages: int
+    host_pages: int
+
+
+class WindowStats(NamedTuple):
+    """Pages of a windowed pool that the tree holds, by tier."""
+
+    device_pages: int
+    host_pages: int
+
+
+class Restored(NamedTuple):
+    """A request that is back on the device: its pinned match, its private pages, and those of windowed pools."""
+
+    match: Match
+    pages: Pages
+    windows: dict[str, Pages]

@@ -1,0 +1,221 @@
+"""Retraction: requests that a scheduler takes off the device and brings back later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
+
+from .node import NO_PAGES, Operation, Pages, Pin, TreeNode
+from .results import Match, Restored
+from .transfers import further
+
+if TYPE_CHECKING:
+    from .cache import UnifiedRadixCache
+
+
+@dataclass(frozen=True, eq=False)
+class _Retracted:
+    """A request on the host: its prefix, pinned there, and its own slots by pool (the anchor's first)."""
+
+    match: Match
+    node: TreeNode
+    pin: Pin
+    anchor: torch.Tensor
+    windows: dict[str, torch.Tensor]
+
+
+class Retraction:
+    """Requests on the host.
+
+    Each has a prefix in the tree, pinned on the host, and private pages that the tree does not know: what was computed
+    and not published, an unfinished last page, a running state. These move as one operation of the controller, so that
+    the group takes the slots of all pools or none.
+    """
+
+    def __init__(self, cache: UnifiedRadixCache) -> None:
+        self._cache = cache
+        self._requests: dict[str, _Retracted] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def backup(
+        self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
+    ) -> bool:
+        """Take a request off the device.
+
+        Parameters
+        ----------
+        request_id
+            For :meth:`restore` and :meth:`discard`.
+        match
+            Its pinned match, on the device. Released where the result is True.
+        pages
+            Its private device pages of the anchor, which were not inserted; freed where the result is True.
+        windows
+            Its private device pages in windowed pools, freed likewise.
+
+        Returns
+        -------
+        bool
+            False where the host has no room even after evicting: the request stays as it was.
+
+        Raises
+        ------
+        ValueError
+            The request is retracted already, or its match is not on the device.
+        """
+        cache = self._cache
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id} is retracted already; restore or discard must come first")
+        if not match.on_device:
+            raise ValueError(f"match has {match.host_pages} pages on the host; load_back must come before retraction")
+        if not cache._settled_on_host(match.node):
+            return False
+        node, pin = match.node, Pin()
+        node.host_lock += 1
+        held = self._hold_windows(node, pin)
+        moved = self._write(pages, windows or {}) if held else None
+        if moved is None:
+            self._let_go(node, pin)
+            return False
+        if len(pages):
+            cache.controller.evict_device(cache._slots(pages))
+        for name, mine in (windows or {}).items():
+            if len(mine):
+                cache._free_window_pages(name, mine, device=True)
+        cache.release(match)
+        self._requests[request_id] = _Retracted(match, node, pin, *moved)
+        return True
+
+    def restore(self, request_id: str) -> Restored | None:
+        """Bring a request back to the device.
+
+        Returns
+        -------
+        Restored or None
+            Its pinned match and its private pages, all filled; None where the device has no room now: it stays
+            retracted.
+
+        Raises
+        ------
+        KeyError
+            No such request is retracted.
+        """
+        cache = self._cache
+        kept = self._requests[request_id]
+        match = cache._like(kept.match, kept.node, kept.match.pages)
+        threshold, quota = cache.load_back_pages, cache.load_quota_pages
+        cache.load_back_pages, cache.load_quota_pages = 1, None
+        try:
+            match = cache.load_back(match)
+        finally:
+            cache.load_back_pages, cache.load_quota_pages = threshold, quota
+        found = self._load(kept) if match.pages == kept.match.pages else None
+        if found is None:
+            cache.release(match)
+            return None
+        self.discard(request_id)
+        return Restored(match, *found)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a retracted request; KeyError where there is none of that id."""
+        cache = self._cache
+        kept = self._requests.pop(request_id)
+        if kept.anchor.numel():
+            cache.controller.evict_host(kept.anchor)
+        for name, slots in kept.windows.items():
+            cache.controller.evict_host(slots, pool=name)
+        self._let_go(kept.node, kept.pin)
+
+    def forget(self) -> None:
+        """Drop every request, as the pools are about to be cleared."""
+        self._requests.clear()
+
+    def _let_go(self, node: TreeNode, pin: Pin) -> None:
+        self._cache._unpin(pin, device=False)
+        self._cache._unlock_host(node)
+
+    def _hold_windows(self, node: TreeNode, pin: Pin) -> bool:
+        """Pin on the host what the prefix needs of windowed pools, after writing it if need be."""
+        cache = self._cache
+        for name in cache.windows:
+            for part in cache._window(node, name) or ():
+                if part.host is None and not cache._write_window(part):
+                    return False
+                cache._pin(part, pin, device=False)
+        while any(part.write is not None for part in pin.parts):
+            cache.poll(wait=True)
+        return all(part.host is not None for part in pin.parts)
+
+    def _write(self, pages: Pages, windows: Mapping[str, Pages]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+        """Move private pages to the host; None, with nothing taken, where there is no room or the write failed."""
+        cache = self._cache
+        given = {name: mine for name, mine in windows.items() if len(mine)}
+        if not len(pages) and not given:
+            return torch.empty(0, dtype=torch.int64), {}
+        operation = cache._operation([])
+        transfers = [
+            PoolTransfer(
+                name,
+                device_indices=cache.windows[name].converter.slots(mine),
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            )
+            for name, mine in given.items()
+        ]
+        slots = cache._slots(pages)
+        for name, mine in given.items():
+            missing = len(mine) - cache.windows[name].free_host_pages()
+            if missing > 0:
+                cache.evict_window_host(name, missing)
+        host = cache.controller.write(slots, node_id=operation.id, **further(transfers))
+        if host is None and cache.evict_host(len(pages)):
+            host = cache.controller.write(slots, node_id=operation.id, **further(transfers))
+        if host is None:
+            return None
+        self._finish(operation, cache._writes)
+        if operation.failed:
+            return None
+        return host, {str(t.name): t.host_indices for t in transfers if t.host_indices is not None}
+
+    def _load(self, kept: _Retracted) -> tuple[Pages, dict[str, Pages]] | None:
+        """Move private pages to the device; None, with nothing taken, where there is no room or the load failed."""
+        cache = self._cache
+        if not kept.anchor.numel() and not kept.windows:
+            return NO_PAGES, {}
+        if not cache._make_device_room(kept.anchor.numel() // cache.page_size):
+            return None
+        for name, slots in kept.windows.items():
+            if not cache._make_window_room(name, slots.numel() // cache.windows[name].converter.page_size):
+                return None
+        transfers = [
+            PoolTransfer(name, host_indices=slots, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+            for name, slots in kept.windows.items()
+        ]
+        operation = cache._operation([])
+        device = cache.controller.load(kept.anchor, node_id=operation.id, **further(transfers))
+        if device is None:
+            return None
+        cache.controller.start_loading()
+        self._finish(operation, cache._loads)
+        if operation.failed:
+            return None
+        windows = {
+            str(t.name): cache.windows[str(t.name)].converter.pages(t.device_indices.cpu())
+            for t in transfers
+            if t.device_indices is not None
+        }
+        return cache._pages(device.cpu()), windows
+
+    def _finish(self, operation: Operation, running: dict[int, Operation]) -> None:
+        running[operation.id] = operation
+        while not operation.done:
+            self._cache.poll(wait=True)

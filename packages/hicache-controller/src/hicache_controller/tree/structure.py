@@ -1,0 +1,470 @@
+"""TreeStructure: the nodes, how they are cut and joined, what is locked, and what waits for eviction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..controller import HiCacheController
+from ..hashing import Namespace
+from ..hybrid import HybridCacheController
+from .components import SlotPages, WindowComponent, WindowPool
+from .events import CacheEvent, Change, Listener, Tier
+from .keys import KEY_BYTES, common_pages, key_list
+from .node import Operation, Pages, Pin, TreeNode, WindowPart
+from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
+from .queue import EvictionQueue
+
+
+class PageAllocator(Protocol):
+    """What the tree needs of the engine's device allocator; :class:`hicache_pools.ExtentAllocator` has it."""
+
+    @property
+    def page_num(self) -> int:
+        """Pages in all."""
+
+    @property
+    def available_pages(self) -> int:
+        """Free pages."""
+
+    def alloc_pages(self, count: int, /) -> Pages | None:
+        """``count`` owned page numbers, or None."""
+
+    def free_pages(self, pages: Pages, /) -> int:
+        """Give pages back."""
+
+
+@dataclass(eq=False)
+class NamespaceBooks:
+    """Pages of one namespace, and its own eviction queues where it has a quota."""
+
+    quota: Quota
+    device_queue: EvictionQueue[TreeNode] | None = None
+    host_queue: EvictionQueue[TreeNode] | None = None
+    device_pages: int = 0
+    host_pages: int = 0
+
+
+class TreeStructure:
+    """Nodes and books; moves no bytes.
+
+    Invariants (``check_integrity`` of the tree checks them):
+
+    - every node but the root has a device part, a host part, or both, of as many pages as it has keys;
+    - a node with a device part has a parent with one, and the same for host parts: each tier holds whole prefixes, so
+      only leaves of a tier are evicted from it and pinning a node pins its prefix;
+    - a locked part is never evicted; a part with a transfer in flight is locked;
+    - a window part covers the last pages of its node, at most all of them, and belongs to a node in the tree.
+    """
+
+    def __init__(
+        self,
+        controller: HiCacheController,
+        device_allocator: PageAllocator,
+        *,
+        page_size: int,
+        eviction: EvictionStrategy | str,
+        components: Sequence[WindowComponent],
+        quotas: Mapping[Namespace, Quota],
+        listener: Listener | None,
+        clock: Callable[[], float] | None,
+    ) -> None:
+        if page_size <= 0:
+            raise ValueError(f"page_size is {page_size}; it must be positive")
+        if components and not isinstance(controller, HybridCacheController):
+            names = [str(component.name) for component in components]
+            raise TypeError(
+                f"controller is a {type(controller).__name__}; a tree with components {names} needs a "
+                "HybridCacheController"
+            )
+        self.controller = controller
+        self.device_allocator = device_allocator
+        self.page_size = page_size
+        self.strategy = eviction_strategy(eviction)
+        self.listener = listener
+        self.clock = time.monotonic if clock is None else clock
+        self.windows = {str(c.name): WindowPool(c, controller.host_group.get_entry(c.name)) for c in components}
+        self.root = TreeNode(0, None, b"")
+        self._anchor = str(controller.host_group.anchor_entry.name)
+        self._converter = SlotPages(page_size)
+        self._next_id = 1
+        self._tick = 0
+        self._evicted_value: float = 0
+        self._device_queue = self._queue(1, device=True)
+        self._host_queue = self._queue(2, device=False)
+        self._owners: dict[Namespace, int] = {NO_NAMESPACE: 0}
+        self._books: list[NamespaceBooks] = [NamespaceBooks(NO_QUOTA)]
+        for namespace, quota in quotas.items():
+            self.set_quota(namespace, quota)
+
+    def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
+        """Limit the pages a namespace keeps; counts from its next insert or release on."""
+        books = self._books[self._owner(namespace)]
+        books.quota = quota
+        if books.device_queue is None and books.host_queue is None:
+            books.device_queue, books.host_queue = self._queue(4, device=True), self._queue(8, device=False)
+            for node in self._all_nodes():
+                self._offer(node, device=True)
+                self._offer(node, device=False)
+
+    def _owner(self, namespace: Namespace | None) -> int:
+        key = NO_NAMESPACE if namespace is None else namespace
+        owner = self._owners.setdefault(key, len(self._books))
+        if owner == len(self._books):
+            self._books.append(NamespaceBooks(NO_QUOTA))
+        return owner
+
+    # Walking
+
+    def _walk(self, node: TreeNode, blob: bytes, at: int) -> tuple[TreeNode, int]:
+        """Follow the keys as far as there are nodes, cutting the last one where the keys end or differ."""
+        end = len(blob) // KEY_BYTES
+        while at < end:
+            child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            if child is None:
+                break
+            tail = blob[at * KEY_BYTES : at * KEY_BYTES + len(child.keys)]
+            same = child.pages if tail == child.keys else common_pages(child.keys, tail)
+            if same < child.pages:
+                child = self._split(child, same)
+            node, at = child, at + same
+        return node, at
+
+    def _path(self, node: TreeNode) -> Iterator[TreeNode]:
+        """Yield the node and its ancestors, without the root."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def _all_nodes(self) -> Iterator[TreeNode]:
+        stack = self.root.all_children()
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.all_children())
+
+    def _depth(self, node: TreeNode) -> int:
+        """Pages from the root to the end of a node."""
+        return sum(above.pages for above in self._path(node))
+
+    def _used(self, node: TreeNode, priority: int) -> None:
+        """Note that a request uses a node."""
+        node.last_access = self._tick
+        node.hits += 1
+        if priority > node.priority:
+            node.priority = priority
+        node.value = self.strategy.value(hits=node.hits, pages=node.pages, tick=self._tick, clock=self._evicted_value)
+
+    # Windows of a prefix
+
+    def _window(self, node: TreeNode, name: str) -> list[WindowPart] | None:
+        """Parts that a prefix ending with ``node`` needs in a windowed pool, the last first; None where some lack."""
+        left = self.windows[name].window_pages
+        parts: list[WindowPart] = []
+        for above in self._path(node):
+            part = above.window(name)
+            if part is None or part.covered < min(left, above.pages):
+                return None
+            parts.append(part)
+            left -= above.pages
+            if left <= 0:
+                break
+        return parts
+
+    def _restorable(self, node: TreeNode) -> bool:
+        """Whether every windowed pool has what a prefix ending with ``node`` needs, on some side."""
+        return all(self._window(node, name) is not None for name in self.windows)
+
+    def _last_restorable(self, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
+        """Go up from a prefix of ``pages`` pages to the longest that can be restored.
+
+        Only ends of nodes come into question: parts cover the last pages of their nodes, so if a prefix can be cut
+        inside a node, it can be extended to that node's end.
+        """
+        while node.parent is not None and not self._restorable(node):
+            pages -= node.pages
+            node = node.parent
+        return node, pages
+
+    def _pins(self, node: TreeNode) -> tuple[Pin, Pin]:
+        """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
+        device, host = Pin(), Pin()
+        for name in self.windows:
+            for part in self._window(node, name) or ():
+                if part.device is not None:
+                    self._pin(part, device, device=True)
+                else:
+                    self._pin(part, host, device=False)
+        return device, host
+
+    @staticmethod
+    def _pin(part: WindowPart, pin: Pin, *, device: bool) -> None:
+        pin.parts.append(part)
+        (part.device_pins if device else part.host_pins).append(pin)
+
+    def _unpin(self, pin: Pin, *, device: bool) -> None:
+        for part in pin.parts:
+            pins = part.device_pins if device else part.host_pins
+            if pin in pins:
+                pins.remove(pin)
+            self.windows[part.name].offer(part)
+        pin.parts = []
+
+    # Shape of the tree
+
+    def _add_child(self, parent: TreeNode, keys: bytes, owner: int) -> TreeNode:
+        node = TreeNode(self._next_id, parent, keys, owner, last_access=self._tick)
+        self._next_id += 1
+        if parent.children is None:
+            parent.children = {}
+        parent.children[node.key(0)] = node
+        return node
+
+    def _split(self, node: TreeNode, at: int) -> TreeNode:
+        """Cut a node in two and return the new head; the node itself stays the tail, with its locks and its id."""
+        parent = node.parent
+        if parent is None or parent.children is None:
+            raise RuntimeError("the root cannot be split")
+        head = TreeNode(
+            self._next_id,
+            parent,
+            node.keys[: at * KEY_BYTES],
+            node.owner,
+            stored=node.stored,
+            hits=node.hits,
+            value=node.value,
+            priority=node.priority,
+            last_access=node.last_access,
+        )
+        self._next_id += 1
+        node.keys = node.keys[at * KEY_BYTES :]
+        if node.device is not None:
+            head.device, node.device = node.device[:at], node.device[at:]
+            head.device_children = 1
+        if node.host is not None:
+            head.host, node.host = node.host[:at], node.host[at:]
+            head.host_children = 1
+        if node.tokens is not None:
+            head.tokens, node.tokens = node.tokens[: at * self.page_size], node.tokens[at * self.page_size :]
+        for operation in (node.write, node.load, node.backup):
+            if operation is not None:
+                operation.nodes.append(head)
+        # The head needs no locks of its own: its tail is locked, so it is no leaf.
+        head.write, head.load, head.backup = node.write, node.load, node.backup
+        parent.children[head.key(0)] = head
+        head.children = {node.key(0): node}
+        node.parent = head
+        for part in node.all_windows():
+            self._split_window(part, head, node.pages)
+        return head
+
+    def _split_window(self, part: WindowPart, head: TreeNode, tail_pages: int) -> None:
+        """Give the head what a part covers of it. The tail keeps the rest, and the pins hold both."""
+        if part.covered <= tail_pages and (part.host is None or len(part.host) <= tail_pages):
+            return
+        upper = WindowPart(
+            head, part.name, stored=part.stored, write=part.write, load=part.load, last_access=part.last_access
+        )
+        if part.device is not None and len(part.device) > tail_pages:
+            upper.device, part.device = part.device[:-tail_pages], part.device[-tail_pages:]
+            upper.device_pins = list(part.device_pins)
+        if part.host is not None and len(part.host) > tail_pages:
+            upper.host, part.host = part.host[:-tail_pages], part.host[-tail_pages:]
+            upper.host_pins = list(part.host_pins)
+        for pin in (*upper.device_pins, *upper.host_pins):
+            pin.parts.append(upper)
+        if head.windows is None:
+            head.windows = {}
+        head.windows[part.name] = upper
+        self.windows[part.name].offer(upper)
+
+    def _remove(self, node: TreeNode) -> None:
+        for part in node.all_windows():
+            self._drop_window(part, device=True)
+            self._drop_window(part, device=False)
+        parent = node.parent
+        if parent is not None and parent.children is not None:
+            del parent.children[node.key(0)]
+            if not parent.children:
+                parent.children = None
+
+    # Parts of nodes
+
+    def _set_device(self, node: TreeNode, pages: Pages) -> None:
+        node.device = pages
+        self._books[node.owner].device_pages += len(pages)
+        if node.parent is not None:
+            node.parent.device_children += 1
+        self._offer(node, device=True)
+
+    def _set_host(self, node: TreeNode, pages: Pages) -> None:
+        node.host = pages
+        self._books[node.owner].host_pages += len(pages)
+        if node.parent is not None:
+            node.parent.host_children += 1
+        self._offer(node, device=False)
+
+    def _clear_device(self, node: TreeNode) -> None:
+        self._books[node.owner].device_pages -= node.pages
+        node.device = None
+        if node.parent is not None:
+            node.parent.device_children -= 1
+            self._offer(node.parent, device=True)
+
+    def _clear_host(self, node: TreeNode) -> None:
+        self._books[node.owner].host_pages -= node.pages
+        node.host = None
+        node.stored = False
+        if node.parent is not None:
+            node.parent.host_children -= 1
+            self._offer(node.parent, device=False)
+
+    def _drop_device(self, node: TreeNode) -> None:
+        """Take a node off the device, and out of the tree where it is in no tier then."""
+        if node.device is not None:
+            self.controller.evict_device(self._slots(node.device))
+            if node.load is None:
+                self._tell(Change.REMOVED, Tier.DEVICE, node)
+            self._clear_device(node)
+        if node.host is None:
+            self._remove(node)
+
+    def _drop_host(self, node: TreeNode) -> None:
+        """Take a node off the host, and out of the tree where it is in no tier then."""
+        if node.host is not None:
+            self.controller.evict_host(self._slots(node.host))
+            if node.write is None:
+                self._tell(Change.REMOVED, Tier.HOST, node)
+            self._clear_host(node)
+        if node.device is None:
+            self._remove(node)
+
+    def _drop_window(self, part: WindowPart, *, device: bool) -> int:
+        """Give back one side of a window part; returns its pages."""
+        pages = part.device if device else part.host
+        if pages is None:
+            return 0
+        pool = self.windows[part.name]
+        slots = pool.converter.slots(pages)
+        if device:
+            self.controller.evict_device(slots, pool=part.name)
+            if part.load is None:
+                self._tell_window(Change.REMOVED, Tier.DEVICE, part, len(pages))
+            part.device = None
+        else:
+            self.controller.evict_host(slots, pool=part.name)
+            if part.write is None:
+                self._tell_window(Change.REMOVED, Tier.HOST, part, len(pages))
+            part.host, part.stored = None, False
+        self._forget_empty(part)
+        return len(pages)
+
+    @staticmethod
+    def _forget_empty(part: WindowPart) -> None:
+        windows = part.node.windows
+        if part.device is None and part.host is None and windows is not None and windows.get(part.name) is part:
+            del windows[part.name]
+            if not windows:
+                part.node.windows = None
+
+    def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool, announce: bool = True) -> None:
+        """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
+
+        Where the tree has some already, its own stand and the others are freed.
+        """
+        left = len(pages)
+        pool = self.windows[name]
+        for above in self._path(node):
+            take = min(left, above.pages)
+            mine = pages[left - take : left]
+            left -= take
+            part = above.window(name)
+            if part is None:
+                part = WindowPart(above, name)
+                if above.windows is None:
+                    above.windows = {}
+                above.windows[name] = part
+            part.last_access = self._tick
+            have = part.device if device else part.host
+            if have is not None and (len(have) >= take or part.device_pins or part.host_pins):
+                self._free_window_pages(name, mine, device=device)
+            else:
+                self._drop_window(part, device=device)
+                above.windows = above.windows if above.windows is not None else {}
+                above.windows[name] = part
+                if device:
+                    part.device = mine
+                else:
+                    part.host = mine
+                if announce:
+                    self._tell_window(Change.STORED, Tier.DEVICE if device else Tier.HOST, part, take)
+            pool.offer(part)
+            if not left:
+                return
+
+    def _free_window_pages(self, name: str, pages: Pages, *, device: bool) -> None:
+        slots = self.windows[name].converter.slots(pages)
+        (self.controller.evict_device if device else self.controller.evict_host)(slots, pool=name)
+
+    # Locks and queues
+
+    def _queue(self, bit: int, *, device: bool) -> EvictionQueue[TreeNode]:
+        def rank(node: TreeNode) -> tuple[float, float, int]:
+            return node.priority, node.value, node.last_access
+
+        if device:
+            return EvictionQueue(
+                bit, rank, lambda node: node.device is not None and not (node.device_children or node.device_lock)
+            )
+        return EvictionQueue(
+            bit, rank, lambda node: node.host is not None and not (node.host_children or node.host_lock)
+        )
+
+    def _offer(self, node: TreeNode, *, device: bool) -> None:
+        """Let an unlocked leaf of a tier wait for its eviction."""
+        if node.parent is None:
+            return
+        books = self._books[node.owner]
+        own = books.device_queue if device else books.host_queue
+        (self._device_queue if device else self._host_queue).offer(node)
+        if own is not None:
+            own.offer(node)
+
+    def _unlock_device(self, node: TreeNode) -> None:
+        node.device_lock -= 1
+        self._offer(node, device=True)
+
+    def _unlock_host(self, node: TreeNode) -> None:
+        node.host_lock -= 1
+        self._offer(node, device=False)
+
+    # Slots, events
+
+    def _slots(self, pages: Pages) -> torch.Tensor:
+        return self._converter.slots(pages)
+
+    def _pages(self, slots: torch.Tensor) -> Pages:
+        return self._converter.pages(slots)
+
+    def _operation(self, nodes: list[TreeNode], **more: Any) -> Operation:
+        self._next_id += 1
+        return Operation(self._next_id - 1, nodes, **more)
+
+    def _tell(self, change: Change, tier: Tier, node: TreeNode) -> None:
+        if self.listener is None:
+            return
+        parent = None if node.parent is None else node.parent.last_key()
+        self.listener(CacheEvent(change, tier, self._anchor, tuple(key_list(node.keys)), parent, node.tokens))
+
+    def _tell_window(self, change: Change, tier: Tier, part: WindowPart, pages: int) -> None:
+        if self.listener is None:
+            return
+        node, first = part.node, part.node.pages - pages
+        parent = None if node.parent is None else node.parent.last_key()
+        tokens = None if node.tokens is None else node.tokens[first * self.page_size :]
+        keys = tuple(key_list(node.keys[first * KEY_BYTES :]))
+        self.listener(CacheEvent(change, tier, part.name, keys, node.key(first - 1) if first else parent, tokens))

@@ -1,0 +1,547 @@
+"""TreeTransfers: writes nodes to the host and to storage, makes room by evicting, and takes in what is done."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
+
+from .events import Change, Tier
+from .keys import key_list
+from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart
+from .policies import WritePolicy
+from .queue import EvictionQueue
+from .results import Match
+from .structure import TreeStructure
+
+_order = itertools.count()
+
+
+def further(transfers: Sequence[PoolTransfer]) -> dict[str, Any]:
+    """Keywords that hand further pools' parts to a controller; none where there are none, as a plain one takes none."""
+    return {"pool_transfers": list(transfers)} if transfers else {}
+
+
+class TreeTransfers(TreeStructure):
+    """What moves between the tiers, and what leaves them."""
+
+    def __init__(self, *arguments: Any, write_policy: WritePolicy, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.write_policy = write_policy
+        self._writes: dict[int, Operation] = {}
+        self._loads: dict[int, Operation] = {}
+        self._backups: dict[int, Operation] = {}
+        self._timed: list[tuple[float, int, Match]] = []
+
+    # Eviction of full attention
+
+    def evict_device(self, count: int) -> int:
+        """Free at least ``count`` device pages if the unlocked leaves allow; returns how many were freed.
+
+        Under ``write_back`` the pages that leave are written to the host first. They are free once they have been read:
+        on a GPU the current stream is made to wait for that, and nothing waits for the bytes to arrive on the host.
+        """
+        self.expire()
+        return self._evict_device(self._device_queue, count)
+
+    def evict_host(self, count: int) -> int:
+        """Free at least ``count`` host pages if the unlocked leaves allow; returns how many were freed.
+
+        Host copies of pages that are on the device as well may go like all others.
+        """
+        self.expire()
+        return self._evict_host(self._host_queue, count)
+
+    def _evict_device(self, queue: EvictionQueue[TreeNode], count: int) -> int:
+        freed = 0
+        saving: list[TreeNode] = []
+        while freed < count:
+            node = queue.pop()
+            if node is None:
+                if saving:
+                    freed += self._finish_saving(saving)
+                elif not self._wait():
+                    break
+                continue
+            self._evicted_value = node.value
+            if node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
+                freed += node.pages
+                self._drop_device(node)
+            elif self._ensure_host(node):
+                # Its new host part must outlast the device part, or saving one node could undo another's.
+                node.host_lock += 1
+                saving.append(node)
+                if freed + sum(n.pages for n in saving) >= count:
+                    freed += self._finish_saving(saving)
+            elif saving:
+                freed += self._finish_saving(saving)
+                self._offer(node, device=True)
+            else:
+                freed += node.pages
+                self._drop_device(node)
+        return freed + self._finish_saving(saving)
+
+    def _finish_saving(self, saving: list[TreeNode]) -> int:
+        """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+        if saving:
+            self.controller.start_writing()
+        freed = 0
+        for node in saving:
+            write = node.write
+            if write is not None and write.holds_device and write.nodes[0] is node:
+                # The write goes on without the device part: whoever reuses the slots waits for it to have read them.
+                write.holds_device = False
+                node.device_lock -= 1
+            if node.host is not None and node.device is not None and not (node.device_children or node.device_lock):
+                freed += node.pages
+                self._drop_device(node)
+            else:
+                self._offer(node, device=True)
+            self._unlock_host(node)
+        saving.clear()
+        return freed
+
+    def _evict_host(self, queue: EvictionQueue[TreeNode], count: int) -> int:
+        freed = 0
+        while freed < count:
+            node = queue.pop()
+            if node is None:
+                if not self._wait():
+                    break
+                continue
+            freed += node.pages
+            self._evicted_value = node.value
+            self._drop_host(node)
+        return freed
+
+    def _keep_quota(self, owner: int) -> None:
+        """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
+        books = self._books[owner]
+        if books.device_queue is None or books.host_queue is None:
+            return
+        limit = books.quota.device_pages
+        while limit is not None and books.device_pages > limit:
+            node = books.device_queue.pop()
+            if node is None:
+                break
+            if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
+                node.host_lock += 1
+                self._finish_saving([node])
+            else:
+                self._drop_device(node)
+        limit = books.quota.host_pages
+        while limit is not None and books.host_pages > limit:
+            node = books.host_queue.pop()
+            if node is None:
+                break
+            self._drop_host(node)
+
+    # Eviction of windowed pools
+
+    def evict_window_device(self, name: str, count: int) -> int:
+        """Free device pages of a windowed pool, of prefixes not used for longest; each is saved on the host first."""
+        pool = self.windows[str(name)]
+        self.expire()
+        freed = 0
+        saving: list[WindowPart] = []
+        while freed < count:
+            part = pool.device_queue.pop()
+            if part is None:
+                if saving:
+                    freed += self._finish_saving_windows(saving)
+                elif not self._wait():
+                    break
+                continue
+            if part.host is None and self._write_window(part):
+                saving.append(part)
+                if freed + sum(len(each.device) for each in saving if each.device is not None) >= count:
+                    freed += self._finish_saving_windows(saving)
+            else:
+                freed += self._drop_window(part, device=True)
+        return freed + self._finish_saving_windows(saving)
+
+    def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
+        if saving:
+            self.controller.start_writing()
+        freed = 0
+        for part in saving:
+            write = part.write
+            if write is not None and write.device_pin in part.device_pins:
+                part.device_pins.remove(write.device_pin)
+            if part.device is not None and not part.device_pins:
+                freed += self._drop_window(part, device=True)
+            else:
+                self.windows[part.name].offer(part)
+        saving.clear()
+        return freed
+
+    def evict_window_host(self, name: str, count: int) -> int:
+        """Free host pages of a windowed pool, of prefixes not used for longest."""
+        pool = self.windows[str(name)]
+        self.expire()
+        freed = 0
+        while freed < count:
+            part = pool.host_queue.pop()
+            if part is None:
+                if not self._wait():
+                    break
+                continue
+            freed += self._drop_window(part, device=False)
+        return freed
+
+    # Pins with a time to live
+
+    def expire(self) -> int:
+        """Let pins go whose time is over; returns how many."""
+        gone = 0
+        while self._timed and self._timed[0][0] <= self.clock():
+            self._release_pins(heapq.heappop(self._timed)[2])
+            gone += 1
+        return gone
+
+    def _keep_until(self, deadline: float, match: Match) -> None:
+        heapq.heappush(self._timed, (deadline, next(_order), match))
+
+    def _release_pins(self, match: Match) -> None:
+        self._unlock_device(match.device_node)
+        if match.host_pages:
+            self._unlock_host(match.node)
+        self._unpin(match.device_pin, device=True)
+        self._unpin(match.host_pin, device=False)
+
+    # Room
+
+    def _make_device_room(self, count: int) -> bool:
+        missing = count - self.device_allocator.available_pages
+        if missing > 0:
+            self.evict_device(missing)
+        return self.device_allocator.available_pages >= count
+
+    def _alloc_window_device(self, name: str, count: int) -> Pages | None:
+        pool = self.windows[name]
+        pages = pool.alloc_device(count)
+        if pages is None and self.evict_window_device(name, count):
+            pages = pool.alloc_device(count)
+        return pages
+
+    def _make_window_room(self, name: str, count: int) -> bool:
+        """Tell whether a windowed pool had room on the device; a load that follows takes the same."""
+        pages = self._alloc_window_device(name, count)
+        if pages is None:
+            return False
+        self._free_window_pages(name, pages, device=True)
+        return True
+
+    def _alloc_host(self, count: int) -> torch.Tensor | None:
+        """Take host slots for ``count`` pages, or for as many as evicting makes room for; None where there is none."""
+        pool = self.controller.mem_pool_host
+        missing = count - pool.available_size() // self.page_size
+        if missing > 0:
+            self.evict_host(missing)
+        count = min(count, pool.available_size() // self.page_size)
+        return pool.alloc(count * self.page_size) if count else None
+
+    def _alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
+        pool = self.windows[name]
+        if count > pool.free_host_pages():
+            self.evict_window_host(name, count - pool.free_host_pages())
+        return self.controller.host_group.alloc(count * pool.converter.page_size, name)
+
+    # Writes
+
+    def _ensure_host(self, node: TreeNode) -> bool:
+        """Give the node and its ancestors host parts; False if the host has no room for one of them.
+
+        The writes are queued; the next :meth:`poll` starts them, merged.
+        """
+        return all(self._write(above) for above in [n for n in self._path(node) if n.host is None][::-1])
+
+    def _write(self, node: TreeNode) -> bool:
+        if node.device is None or node.pages * self.page_size > self.controller.mem_pool_host.size:
+            return False
+        slots = self._slots(node.device)
+        operation = self._operation([node])
+        # Whatever the eviction below frees, it is neither this node nor its prefix.
+        node.device_lock += 1
+        parent = node.parent
+        if parent is not None:
+            parent.host_lock += 1
+        host = self.controller.write(slots, node_id=operation.id) if self._host_quota(node) else None
+        if host is None and self._host_quota(node) and self.evict_host(node.pages):
+            host = self.controller.write(slots, node_id=operation.id)
+        if parent is not None:
+            self._unlock_host(parent)
+        if host is None:
+            self._unlock_device(node)
+            return False
+        node.host_lock += 1
+        node.write = self._writes[operation.id] = operation
+        self._set_host(node, self._pages(host))
+        return True
+
+    def _host_quota(self, node: TreeNode) -> bool:
+        """Whether the namespace may have the node on the host too, after evicting its other leaves if need be."""
+        books = self._books[node.owner]
+        limit = books.quota.host_pages
+        if limit is None or books.host_queue is None:
+            return True
+        missing = books.host_pages + node.pages - limit
+        if missing > 0 and node.pages <= limit:
+            self._evict_host(books.host_queue, missing)
+        return books.host_pages + node.pages <= limit
+
+    def _write_windows(self, node: TreeNode) -> None:
+        """Write what the prefix that ends with ``node`` needs of windowed pools, where the host has room."""
+        for name in self.windows:
+            for part in self._window(node, name) or ():
+                if part.host is None:
+                    self._write_window(part)
+
+    def _write_window(self, part: WindowPart) -> bool:
+        if part.device is None or part.host is not None:
+            return False
+        pool = self.windows[part.name]
+        operation = self._operation([])
+        self._pin(part, operation.device_pin, device=True)
+        transfer = PoolTransfer(
+            part.name, device_indices=pool.converter.slots(part.device), hit_policy=PoolHitPolicy.TRAILING_PAGES
+        )
+        nothing = torch.empty(0, dtype=torch.int64)
+        done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
+        if done is None and self.evict_window_host(part.name, len(part.device)):
+            done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
+        if done is None or transfer.host_indices is None:
+            self._unpin(operation.device_pin, device=True)
+            return False
+        part.host = pool.converter.pages(transfer.host_indices)
+        self._pin(part, operation.host_pin, device=False)
+        part.write = self._writes[operation.id] = operation
+        return True
+
+    def _finish_write(self, operation: Operation, *, failed: bool) -> None:
+        operation.done, operation.failed = True, failed
+        parts = [part for part in operation.host_pin.parts if part.write is operation]
+        self._unpin(operation.device_pin, device=True)
+        self._unpin(operation.host_pin, device=False)
+        for part in parts:
+            part.write = None
+            if part.host is None:
+                continue
+            if failed:
+                part.host = None
+                self._forget_empty(part)
+            else:
+                self._tell_window(Change.STORED, Tier.HOST, part, len(part.host))
+                self._start_backup(part.node)
+        if operation.nodes:
+            self._finish_node_write(operation, failed=failed)
+
+    def _finish_node_write(self, operation: Operation, *, failed: bool) -> None:
+        tail = operation.nodes[0]
+        for node in operation.nodes:
+            node.write = None
+        if failed:
+            for node in operation.nodes:
+                self._forget_host(node)
+        if operation.holds_device:
+            self._unlock_device(tail)
+        self._unlock_host(tail)
+        if failed:
+            # A node that left the device on the strength of this write is nowhere now.
+            for node in operation.nodes:
+                if not node.present and node.parent is not None and node.parent.child(node.key(0)) is node:
+                    self._remove(node)
+            return
+        # All of them lie on the tail's path; heads go first.
+        for node in [n for n in self._path(tail) if n in operation.nodes][::-1]:
+            self._tell(Change.STORED, Tier.HOST, node)
+            self._start_backup(node)
+
+    def _forget_host(self, node: TreeNode) -> None:
+        """Take back the host part of a failed write (the controller freed the slots), with what hangs on it."""
+        for child in [c for c in node.all_children() if c.host is not None and c.write is None]:
+            self._drop_below(child, device=False)
+        self._clear_host(node)
+
+    def _forget_device(self, node: TreeNode) -> None:
+        """Take back the device part of a failed load (the controller freed the slots), with what hangs on it."""
+        for child in [c for c in node.all_children() if c.device is not None and c.load is None]:
+            self._drop_below(child, device=True)
+        self._clear_device(node)
+
+    def _drop_below(self, node: TreeNode, *, device: bool) -> None:
+        for child in [c for c in node.all_children() if (c.device if device else c.host) is not None]:
+            self._drop_below(child, device=device)
+        (self._drop_device if device else self._drop_host)(node)
+
+    # Loads
+
+    def _start_load(
+        self,
+        operation: Operation,
+        nodes: list[TreeNode],
+        pages: Pages,
+        parts: dict[str, list[WindowPart]],
+        transfers: list[PoolTransfer],
+    ) -> None:
+        """Take note of a load that the controller has queued, and start it."""
+        operation.nodes = nodes[::-1]
+        at = 0
+        for node in nodes:
+            node.load = operation
+            self._set_device(node, pages[at : at + node.pages])
+            at += node.pages
+        if nodes:
+            nodes[-1].device_lock += 1
+            nodes[-1].host_lock += 1
+        for transfer in transfers:
+            if transfer.device_indices is None:
+                continue
+            got = self.windows[str(transfer.name)].converter.pages(transfer.device_indices.cpu())
+            at = 0
+            for part in parts[str(transfer.name)]:
+                size = len(part.host) if part.host is not None else 0
+                part.device, part.load = got[at : at + size], operation
+                at += size
+                self._pin(part, operation.device_pin, device=True)
+                self._pin(part, operation.host_pin, device=False)
+        self._loads[operation.id] = operation
+        operation.consumer = self.controller.start_loading()
+
+    def _finish_load(self, operation: Operation, *, failed: bool) -> None:
+        operation.done, operation.failed = True, failed
+        parts = [part for part in operation.device_pin.parts if part.load is operation]
+        self._unpin(operation.device_pin, device=True)
+        self._unpin(operation.host_pin, device=False)
+        for part in parts:
+            part.load = None
+            if part.device is None:
+                continue
+            if failed:
+                part.device = None
+                self._forget_empty(part)
+            else:
+                self._tell_window(Change.STORED, Tier.DEVICE, part, len(part.device))
+        if not operation.nodes:
+            return
+        tail = operation.nodes[0]
+        if failed:
+            for node in operation.nodes:
+                node.load = None
+                self._forget_device(node)
+        for node in operation.nodes:
+            node.load = None
+            if not failed:
+                self._tell(Change.STORED, Tier.DEVICE, node)
+        self._unlock_device(tail)
+        self._unlock_host(tail)
+
+    # Backups
+
+    def _start_backup(self, node: TreeNode) -> None:
+        """Store what of the node is settled on the host and not in storage."""
+        if node.host is None or node.write is not None or node.backup is not None or not self.controller.has_storage:
+            return
+        parts = [p for p in node.all_windows() if p.host is not None and p.write is None and not p.stored]
+        if node.stored and not parts:
+            return
+        operation = self._operation([node], whole=not node.stored)
+        keys = key_list(node.keys)
+        transfers = []
+        for part in parts:
+            pages = part.host if part.host is not None else NO_PAGES
+            self._pin(part, operation.host_pin, device=False)
+            transfers.append(
+                PoolTransfer(
+                    part.name,
+                    host_indices=self.windows[part.name].converter.slots(pages),
+                    keys=keys[len(keys) - len(pages) :],
+                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
+                )
+            )
+        above = None if node.parent is None else node.parent.last_key()
+        parents: list[bytes | None] = [above, *keys[:-1]]
+        # What is stored already is named again, the last page alone: windows travel beside pages of the anchor.
+        first = len(keys) - 1 if node.stored else 0
+        operation.pages = len(keys) - first
+        node.host_lock += 1
+        node.backup = self._backups[operation.id] = operation
+        self.controller.backup(
+            self._slots(node.host[first:]),
+            keys[first:],
+            parents=parents[first:],
+            node_id=operation.id,
+            **further(transfers),
+        )
+
+    def _finish_backup(self, operation: Operation, stored_pages: int, *, failed: bool) -> None:
+        tail = operation.nodes[0]
+        complete = stored_pages == operation.pages
+        parts = list(operation.host_pin.parts)
+        self._unpin(operation.host_pin, device=False)
+        for part in parts:
+            if part.host is not None and complete and not failed:
+                part.stored = True
+                self._tell_window(Change.STORED, Tier.STORAGE, part, len(part.host))
+        for node in operation.nodes:
+            node.backup = None
+            if operation.whole:
+                node.stored = complete
+                if complete:
+                    self._tell(Change.STORED, Tier.STORAGE, node)
+        self._unlock_host(tail)
+        if complete and not failed:
+            for node in operation.nodes:
+                if node.windows is not None:
+                    self._start_backup(node)
+
+    # Transfers in flight
+
+    def poll(self, *, wait: bool = False) -> bool:
+        """Take in finished transfers (with ``wait``, at least one where any is in flight); True if there were any."""
+        self.controller.start_writing()
+        wait_writes = wait and bool(self._writes)
+        wait_loads = wait and bool(self._loads) and not wait_writes
+        wait_backups = wait and bool(self._backups) and not wait_writes and not wait_loads
+        seen = False
+        if self._writes:
+            for ack in self.controller.poll_writes(wait=wait_writes):
+                for operation_id in ack.node_ids:
+                    seen = True
+                    self._finish_write(self._writes.pop(operation_id), failed=ack.error is not None)
+        if self._loads:
+            for ack in self.controller.poll_loads(wait=wait_loads):
+                for operation_id in ack.node_ids:
+                    seen = True
+                    self._finish_load(self._loads.pop(operation_id), failed=ack.error is not None)
+        if self._backups:
+            for stored in self.controller.poll_backups(wait=wait_backups):
+                seen = True
+                operation = self._backups.pop(stored.node_id)
+                self._finish_backup(operation, stored.stored_pages, failed=stored.error is not None)
+        return seen
+
+    def drain(self) -> None:
+        """Wait until no transfer is in flight."""
+        while self._wait():
+            pass
+
+    def _wait(self) -> bool:
+        """Wait for one transfer; False if none is in flight."""
+        return bool(self._writes or self._loads or self._backups) and self.poll(wait=True)
+
+    def _settle_writes(self, node: TreeNode) -> None:
+        """Wait for writes of parts that are on the host alone, up to the root: such a write may still fail."""
+        for above in list(self._path(node)):
+            while above.write is not None and above.device is None:
+                self.poll(wait=True)
+
+    def _is_alive(self, node: TreeNode) -> bool:
+        """Whether a node is still in the tree."""
+        parent = node.parent
+        return parent is None or (parent.child(node.key(0)) is node and node.present)
