@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -156,3 +157,23 @@ def random_pages(pages: int, count: int, *, runs: bool) -> torch.Tensor:
         order += [(start + i) % pages for i in range(min(length, count - len(order)))]
         start = (start + length) % pages
     return torch.tensor(order)
+
+
+def random_shape() -> dict[str, Any]:
+    """Arguments of :func:`random_pool` for a pool of any shape, up to 64 MiB."""
+    shape: dict[str, Any] = {
+        "layout": random.choice(list(HostLayout)),
+        "elements": random.choices([4, 16, 48, 256, 576, 1152, 4096, 16384], k=random.randint(1, 3)),
+        "pages": random.choice([1, 63, 64, 65, 127, 128, 129]),
+        "page_size": random.choice([1, 2, 16, 64, 256]),
+        "form": random.choice(DEVICE_FORMS),
+        "gap": random.choice([0, 0, 16, 4]),
+        "separate": random.random() < 0.3,
+    }
+    layer_bytes = sum(shape["elements"]) * shape["pages"] * shape["page_size"]
+    while layer_bytes > 64 << 20:
+        shape["page_size"] = max(1, shape["page_size"] // 4)
+        shape["elements"] = [min(element, 4096) for element in shape["elements"]]
+        layer_bytes = sum(shape["elements"]) * shape["pages"] * shape["page_size"]
+    shape["layers"] = random.randint(1, max(1, min(128, (64 << 20) // layer_bytes)))
+    return shape

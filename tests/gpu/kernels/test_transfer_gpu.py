@@ -38,6 +38,51 @@ def test_every_device_form_and_layout_round_trips_bit_for_bit(pools, gpu, layout
     pool.check_load(host, device, transfer.load, wait, layer=layer, policy=policy)
 
 
+@pytest.mark.parametrize("_attempt", range(24))
+def test_any_shape_moves_bit_for_bit(pools, gpu, _attempt):
+    shape = pools.random_shape()
+    pool = pools.random_pool(**shape, device=gpu)
+    count, dtype = random.randint(0, pool.pages), random.choice([torch.int32, torch.int64])
+    host = pool.slots(pools.random_pages(pool.pages, count, runs=random.random() < 0.5), dtype)
+    device = pool.slots(torch.randperm(pool.pages + 1)[:count], dtype)
+    if random.random() < 0.5:
+        device = device.to(gpu)
+    size = min(buffer.numel() for buffer in pool.host)
+    boundaries = sorted(random.sample(range(size), min(size, 3)))
+    transfer = PlaneTransfer(pool.planes, ring=StagingRing(gpu, pages=64), boundaries=boundaries)
+    capabilities = transfer.capabilities()
+    for policy in [path for path in PATHS if getattr(capabilities, path)]:
+        pool.check_write_back(host, device, transfer.write_back, wait, policy=policy)
+        layer = random.choice([None, random.randrange(shape["layers"])])
+        pool.check_load(host, device, transfer.load, wait, layer=layer, policy=policy)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("to_device", [False, True])
+def test_what_an_operation_reads_later_outlives_its_caller(pools, gpu, policy, to_device):
+    pool = pools.random_pool("page_first_direct", (256, 256), layers=8, pages=256, page_size=4, device=gpu)
+    pages, slots = torch.randperm(256), torch.randperm(257)[:256]
+
+    def call(host, device, **options):
+        transfer = PlaneTransfer(pool.planes, policy=policy, ring=StagingRing(gpu, pages=16))
+        transfer.capabilities()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(20_000_000)
+            given = host.clone(), device.clone()
+            (transfer.load if to_device else transfer.write_back)(*given, **options)
+            for indices in given:
+                indices.fill_(-1)
+        del transfer, given, indices
+        # Whatever was let go too early is overwritten now, while the operation still waits.
+        garbage = [torch.full((1 << shift,), -1, dtype=torch.int64, device=gpu) for shift in range(4, 22)]
+        pinned = [torch.full((1 << shift,), -1, dtype=torch.int64, pin_memory=True) for shift in range(4, 16)]
+        assert garbage
+        assert pinned
+
+    check = pool.check_load if to_device else pool.check_write_back
+    check(pool.slots(pages), pool.slots(slots), call, wait)
+
+
 @pytest.mark.parametrize("policy", PATHS)
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 127, 128, 129])
 def test_chunks_of_a_64_page_staging_ring_meet_without_a_seam(pools, gpu, count, policy):
