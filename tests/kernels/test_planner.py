@@ -103,7 +103,7 @@ def test_no_path_is_expected_to_beat_the_bus(planner, work: Work, policy: str) -
 @pytest.mark.parametrize("planner", PLANNERS)
 @given(work=works, extra=st.integers(0, 4096))
 def test_more_runs_never_make_a_staged_transfer_faster(planner, work: Work, extra: int) -> None:
-    if work.layout is not HostLayout.PAGE_FIRST_DIRECT:
+    if work.layout is HostLayout.PAGE_FIRST and work.runs > 1:  # one copy alone costs more than one in a batch
         more = dataclasses.replace(work, runs=min(work.pages, work.runs + extra))
         fewer = planner(work, constants=CONSTANTS, policy="staged").expected_seconds
         assert planner(more, constants=CONSTANTS, policy="staged").expected_seconds >= fewer * 0.999
@@ -207,7 +207,7 @@ def test_width_of_a_layer_follows_the_layout() -> None:
 
 def test_defaults_of_an_h200_follow_the_design_notes() -> None:
     assert H200.write_back.default_ctas == 2
-    assert H200.load.default_ctas == 4
+    assert H200.load.default_ctas == 2
     small = Work(HostLayout.PAGE_FIRST, 512 << 20 >> 15, 512 << 20 >> 15, 32 << 10, 1, 8, 2, 2048)
     assert plan_write_back(small).path == "direct"
     large = dataclasses.replace(small, pages=128, runs=128, page_bytes=4 << 20, page_size=64)

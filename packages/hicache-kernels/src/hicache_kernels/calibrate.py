@@ -26,12 +26,13 @@ from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-BUFFER_BYTES = 16 << 20
-WIDTHS = (256, 1024, 4096, 8192, 16384, 32768)
+FORMAT = 3
+BUFFER_BYTES = 32 << 20
+WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PAGE_BYTES = 32 << 10
 ROW_BYTES = 1024
-LAYERS = 4
+LAYERS = 32
+MEASURED_LAYERS = 8
 CTAS = (1, 2, 4, 8, 16)
 LAUNCHES = 16
 REPEATS = 3
@@ -237,13 +238,26 @@ class _Probe:
             on_device = chosen.to(self._device)
             return self._time(lambda: call(chosen, on_device, policy=policy, block_quota=quota))
 
-        whole, single = timing(pages[keep(pages)]), timing(pages[:1])
-        return _Timing(
-            max(1e-7, whole.seconds - single.seconds),
-            max(1e-7, whole.submit - single.submit),
-            whole.bytes - single.bytes,
-            max(1, whole.copies - single.copies),
-        )
+        return _difference(timing(pages[keep(pages)]), timing(pages[:1]))
+
+    def _marginal_layers(self, width: int, keep: Callable[[torch.Tensor], torch.Tensor]) -> _Timing:
+        """Time staged loads of some of many layers, so that pages lie as far apart as those of a model do."""
+        transfer = self._transfer(width, LAYERS)
+        pages = torch.arange(transfer.planes[0].host.pages)
+
+        def timing(chosen: torch.Tensor) -> _Timing:
+            on_device = chosen.to(self._device)
+
+            def load() -> TransferResult:
+                results = [
+                    transfer.load(chosen, on_device, layer=layer, policy="staged") for layer in range(MEASURED_LAYERS)
+                ]
+                size, copies = (sum(values) for values in zip(*((r.bytes, r.copies) for r in results), strict=True))
+                return dataclasses.replace(results[-1], bytes=size, copies=copies)
+
+            return self._time(load)
+
+        return _difference(timing(pages[keep(pages)]), timing(pages[:1]))
 
     def direction(self, direction: Direction) -> DirectionConstants:
         """Measure one direction."""
@@ -259,10 +273,9 @@ class _Probe:
         batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
         widths = []
         for width in WIDTHS:
-            timing = self._marginal(Direction.LOAD, self._transfer(width, LAYERS), "staged")
+            timing = self._marginal_layers(width, lambda pages: pages >= 0)
             widths.append((width, min(1.0, timing.bytes / rate / timing.seconds)))
-        wide = self._transfer(WIDTHS[-1], LAYERS)
-        runs = self._marginal(Direction.LOAD, wide, "staged", lambda pages: pages % 9 != 8)
+        runs = self._marginal_layers(WIDTHS[-1], lambda pages: pages % 5 != 4)
         copy_2d = (runs.seconds - runs.bytes / rate / widths[-1][1]) / runs.copies
         rows = self._transfer(ROW_BYTES, 1)
         direct = [(ctas, self._marginal(direction, rows, "direct", quota=ctas)) for ctas in CTAS]
@@ -296,6 +309,15 @@ class _Probe:
         on_device = pages.to(self._device)
         timing = self._time(lambda: transfer.write_back(pages, on_device, policy="staged"), until_released=True)
         return BUFFER_BYTES / _sane(timing.seconds, BUFFER_BYTES / H200.relayout_bytes_per_second)
+
+
+def _difference(whole: _Timing, single: _Timing) -> _Timing:
+    return _Timing(
+        max(1e-7, whole.seconds - single.seconds),
+        max(1e-7, whole.submit - single.submit),
+        whole.bytes - single.bytes,
+        max(1, whole.copies - single.copies),
+    )
 
 
 def _sane(value: float, default: float) -> float:

@@ -104,22 +104,38 @@ H200 = DeviceConstants(
     write_back=DirectionConstants(
         copy_bytes_per_second=55.1e9,
         batch_copy_seconds=0.06e-6,
-        batch_submit_seconds=0.97e-6,
+        batch_submit_seconds=0.8e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
-        width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
-        direct_rates=((1, 26.5e9), (2, 50.0e9), (4, 51.8e9), (8, 52.2e9)),
+        width_efficiency=(
+            (512, 0.53),
+            (1152, 0.54),
+            (2048, 0.61),
+            (4096, 0.62),
+            (8192, 0.88),
+            (16384, 0.945),
+            (32768, 0.98),
+        ),
+        direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
     ),
     load=DirectionConstants(
         copy_bytes_per_second=55.2e9,
-        batch_copy_seconds=0.2e-6,
-        batch_submit_seconds=1.2e-6,
+        batch_copy_seconds=0.06e-6,
+        batch_submit_seconds=1.0e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
-        width_efficiency=((256, 0.53), (1024, 0.55), (4096, 0.62), (8192, 0.88), (16384, 0.93), (32768, 0.985)),
-        direct_rates=((1, 22.5e9), (2, 40.5e9), (4, 49.0e9), (8, 51.1e9)),
+        width_efficiency=(
+            (512, 0.53),
+            (1152, 0.54),
+            (2048, 0.61),
+            (4096, 0.62),
+            (8192, 0.88),
+            (16384, 0.945),
+            (32768, 0.98),
+        ),
+        direct_rates=((1, 34.2e9), (2, 49.2e9), (4, 49.2e9), (8, 50.2e9)),
     ),
-    launch_seconds=5e-6,
+    launch_seconds=14e-6,
     relayout_bytes_per_second=1.3e12,
 )
 """Figures of the project's design notes; what a device uses until it is calibrated."""
@@ -245,6 +261,10 @@ def staged_load_seconds(work: Work, constants: DeviceConstants, staging_bytes: i
     else:
         efficiency = direction.efficiency(work.layer_width)
         layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + runs * direction.copy_2d_seconds
+        if work.layout is HostLayout.PAGE_FIRST_DIRECT and constants.batched:
+            # Short runs of wide shares go page by page, in batches.
+            pages = work.pages + chunks - 1
+            layer = min(layer, _copies_seconds(layer_bytes, pages, direction, batched=True))
     return (
         constants.launch_seconds
         + work.layers * max(layer, constants.launch_seconds)

@@ -62,27 +62,37 @@ class Duplex:
     ratio: float
 
 
-def workloads(device: torch.device) -> dict[str, torch.cuda.CUDAGraph]:
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A captured graph, and the tensors that it reads and that nothing else keeps alive."""
+
+    name: str
+    graph: torch.cuda.CUDAGraph
+    tensors: tuple[torch.Tensor, ...]
+
+
+def workloads(device: torch.device) -> tuple[Workload, ...]:
     """Make graphs of matrix products: of 4096 tokens, and of 64, with weights that do not stay in the cache."""
-    weights = [torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(8)]
+    weights = tuple(torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(8))
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def graph(tokens: int, products: int) -> torch.cuda.CUDAGraph:
+    def workload(name: str, tokens: int, products: int) -> Workload:
         activations = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
 
         def body() -> None:
             for index in range(products):
                 torch.mm(activations, weights[index % len(weights)])
 
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             body()
         torch.cuda.synchronize(device)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, stream=stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
             body()
-        return captured
+        return Workload(name, graph, (activations, *weights))
 
-    return {"prefill": graph(4096, 24), "decode": graph(64, 240)}
+    return workload("prefill", 4096, 24), workload("decode", 64, 240)
 
 
 def disturbances(
@@ -100,9 +110,9 @@ def disturbances(
     base = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
     pool = BenchPool.build(base, buffers)
     movers = [("staged", None), *(("direct", quota) for quota in quotas)]
-    for workload, graph in workloads(device).items():
+    for workload in workloads(device):
         for _ in range(REPLAYS):
-            graph.replay()
+            workload.graph.replay()
         for direction in Direction:
             for policy, quota in movers:
                 case = replace(base, direction=direction, policy=policy, block_quota=quota)
@@ -110,9 +120,9 @@ def disturbances(
                     submit(pool, case)
                 except PathUnavailableError:
                     continue
-                samples = [_beside(graph, pool, case, operations) for _ in range(repeats)]
+                samples = [_beside(workload.graph, pool, case, operations) for _ in range(repeats)]
                 yield Disturbance(
-                    workload,
+                    workload.name,
                     direction,
                     policy,
                     quota,

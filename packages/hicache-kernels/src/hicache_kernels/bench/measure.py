@@ -17,6 +17,7 @@ from .pool import BenchPool, Buffers
 
 SLOW_SECONDS = 0.2
 """An operation that takes longer is measured once."""
+SPIN_CYCLES_PER_SECOND = 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Measurement:
     release_share
         Write-back: when the device rows have been read, as a share of ``seconds``. Load: 1.
     first_layer_share
-        Load: when layer 0 is filled, as a share of ``seconds``. Write-back: 1.
+        Load: when layer 0 is filled, as a share of the whole, on a stream that was busy while the load was queued.
+        Write-back: 1.
     """
 
     path: str
@@ -57,7 +59,6 @@ class _Sample:
     seconds: float
     submit: float
     released: float
-    first_layer: float
 
 
 def plain_copy_seconds(buffers: Buffers, direction: Direction, *, repeats: int = 5) -> float:
@@ -102,11 +103,11 @@ def _sample_on_cpu(pool: BenchPool, case: Case) -> _Sample:
     begin = time.perf_counter()
     submit(pool, case)
     seconds = time.perf_counter() - begin
-    return _Sample(seconds, seconds, seconds, seconds)
+    return _Sample(seconds, seconds, seconds)
 
 
 def _sample_on_gpu(pool: BenchPool, case: Case, side: torch.cuda.Stream, device: torch.device) -> _Sample:
-    start, released, ready, first = (timing_event() for _ in range(4))
+    start, released, ready = (timing_event() for _ in range(3))
     torch.cuda.synchronize(device)
     start.record()
     begin = time.perf_counter()
@@ -114,21 +115,33 @@ def _sample_on_gpu(pool: BenchPool, case: Case, side: torch.cuda.Stream, device:
     spent = time.perf_counter() - begin
     released.record()
     # The events of a result do not keep the time: events that do are recorded behind them.
-    if result.layer_done:
-        side.wait_event(result.layer_done[0])
-        first.record(side)
     if result.host_ready is not None:
         side.wait_event(result.host_ready)
     side.wait_event(released)
     ready.record(side)
     torch.cuda.synchronize(device)
     seconds = start.elapsed_time(ready) / 1e3
-    return _Sample(
-        seconds,
-        spent,
-        start.elapsed_time(released) / 1e3,
-        start.elapsed_time(first) / 1e3 if result.layer_done else seconds,
-    )
+    return _Sample(seconds, spent, start.elapsed_time(released) / 1e3)
+
+
+def _first_layer_share(
+    pool: BenchPool, case: Case, side: torch.cuda.Stream, device: torch.device, busy: float
+) -> float:
+    """Share of a load after which layer 0 is filled; ``busy`` seconds of spinning hide the time to queue it."""
+    start, first, ready = (timing_event() for _ in range(3))
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(int(busy * SPIN_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+    start.record()
+    result = submit(pool, case)
+    if not result.layer_done or result.host_ready is None:
+        torch.cuda.synchronize(device)
+        return 1.0
+    side.wait_event(result.layer_done[0])
+    first.record(side)
+    side.wait_event(result.layer_done[-1])
+    ready.record(side)
+    torch.cuda.synchronize(device)
+    return float(start.elapsed_time(first) / start.elapsed_time(ready))
 
 
 def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, repeats: int = 5) -> Measurement:
@@ -159,6 +172,10 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     kept = samples[1:] or samples
     seconds = median(sample.seconds for sample in kept)
     is_load = case.direction is Direction.LOAD
+    busy = median(sample.submit for sample in kept)
+    first_layer = 1.0
+    if is_load and side is not None and busy < SLOW_SECONDS:
+        first_layer = median(_first_layer_share(pool, case, side, device, 1.5 * busy + 1e-3) for _ in range(3))
     return Measurement(
         result.path,
         result.reason,
@@ -168,5 +185,5 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         pool.bytes / seconds / plain_bytes_per_second,
         median(sample.submit for sample in kept),
         1.0 if is_load else median(sample.released for sample in kept) / seconds,
-        median(sample.first_layer for sample in kept) / seconds if is_load else 1.0,
+        first_layer,
     )
