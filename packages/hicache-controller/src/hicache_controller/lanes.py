@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -120,6 +120,10 @@ class Device(Protocol):
         """Make the lane's stream current."""
         ...
 
+    def before_transfer(self, host_pools: Iterable[Any]) -> None:
+        """Let transfers of these pools that the CPU does itself follow what the current scope was ordered behind."""
+        ...
+
     def settle(self) -> None:
         """Block until nothing queued on the device moves any more: what a failed transfer leaves behind."""
         ...
@@ -149,6 +153,9 @@ class CpuDevice:
     def scope(self) -> AbstractContextManager[object]:
         """Return a scope that does nothing."""
         return contextlib.nullcontext()
+
+    def before_transfer(self, host_pools: Iterable[Any]) -> None:
+        """Return at once: this thread has waited already."""
 
     def settle(self) -> None:
         """Return at once: a CPU transfer has stopped when it raises."""
@@ -192,6 +199,13 @@ class CudaDevice:
     def scope(self) -> AbstractContextManager[object]:
         """Make the stream, and with it the device, current."""
         return torch.cuda.stream(self.stream)
+
+    def before_transfer(self, host_pools: Iterable[Any]) -> None:
+        """Synchronize the stream where a pool has no compiled path: the CPU reads host memory then, and no stream."""
+        for pool in host_pools:
+            if not pool.can_use_write_back_jit and not pool.capabilities().direct:
+                self.stream.synchronize()
+                return
 
     def settle(self) -> None:
         """Synchronize the whole device: a failed transfer may have used streams that are not known here."""

@@ -193,6 +193,7 @@ class TransferHandle(InFlightOperation):
         """Do or queue the copies; whatever happens, every event fires."""
         began = time.perf_counter()
         try:
+            self._device.before_transfer(transfer.host_pool for transfer in self.transfers)
             self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
                 self._write_back()
