@@ -1,0 +1,260 @@
+"""A model with full attention, a sliding window and a recurrent state, small enough to fill and empty in a test."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hicache_controller.hybrid import HybridCacheController
+from hicache_controller.storage.memory import MemoryStorage
+from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_worker import PrefetchPolicy
+from hicache_controller.tree import CacheEvent, Match, SequenceKeys, UnifiedRadixCache, WindowComponent
+from hicache_pools import (
+    ExtentAllocator,
+    HostPoolGroup,
+    MambaPool,
+    MambaPoolHost,
+    MHATokenToKVPool,
+    MHATokenToKVPoolHost,
+    PoolEntry,
+)
+
+PAGE_SIZE = 2
+WINDOW = 2
+LAYERS = 2
+
+
+def key(prefix: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(repr(prefix).encode(), digest_size=16).digest()
+
+
+def keys_of(words: Sequence[int]) -> list[bytes]:
+    """Page keys of a request whose pages are these words."""
+    return [key(tuple(words[: i + 1])) for i in range(len(words))]
+
+
+class Model:
+    """Pools, controller and tree; every row's bytes follow from pool, key and place, so a wrong one is seen.
+
+    ``windows`` and ``states`` say which components there are beside full attention.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_pages: int = 12,
+        host_pages: int = 16,
+        windows: tuple[int, int] | None = None,
+        states: tuple[int, int] | None = None,
+        storage: Any = None,
+        controller: type[HybridCacheController] = HybridCacheController,
+        synchronous: bool = False,
+        **options: Any,
+    ) -> None:
+        self.events: list[CacheEvent] = []
+        self.sizes = {"kv": (device_pages, host_pages)}
+        self.allocators: dict[str, ExtentAllocator] = {}
+        self.device: dict[str, list[torch.Tensor]] = {}
+        self.host: dict[str, Any] = {}
+        entries = [self._attention("kv", device_pages, host_pages, anchor=True)]
+        components = []
+        if windows is not None:
+            self.sizes["swa"] = windows
+            entries.append(self._attention("swa", *windows))
+            components.append(WindowComponent.sliding_window("swa", window_tokens=3, page_size=PAGE_SIZE))
+        if states is not None:
+            self.sizes["mamba"] = states
+            entries.append(self._states(*states))
+            components.append(WindowComponent.recurrent_state())
+        self.windows = {str(component.name): component.window_pages for component in components}
+        self.group = HostPoolGroup(entries)
+        self.controller = controller(
+            self.group,
+            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, retry_seconds=0.0),
+            synchronous=synchronous,
+        )
+        self.storage = storage
+        if storage is not None:
+            self.controller.attach_storage_backend(storage)
+        self.cache = UnifiedRadixCache(
+            self.controller, self.allocators["kv"], page_size=PAGE_SIZE, components=components, **options
+        )
+
+    def _attention(self, name: str, device_pages: int, host_pages: int, *, anchor: bool = False) -> PoolEntry:
+        rows = [torch.zeros((device_pages * PAGE_SIZE, 1, 8), dtype=torch.uint8) for _ in range(2 * LAYERS)]
+        pool = MHATokenToKVPool.from_buffers(k=rows[:LAYERS], v=rows[LAYERS:], page_size=PAGE_SIZE)
+        host = MHATokenToKVPoolHost(pool, 0, 0, PAGE_SIZE, "page_first", False, pages=host_pages)
+        return self._entry(name, pool, host, rows, ExtentAllocator(device_pages, PAGE_SIZE), anchor=anchor)
+
+    def _states(self, device_states: int, host_states: int) -> PoolEntry:
+        conv = [torch.zeros((device_states, 8), dtype=torch.uint8) for _ in range(LAYERS)]
+        temporal = [torch.zeros((device_states, 16), dtype=torch.uint8) for _ in range(LAYERS)]
+        pool = MambaPool.from_buffers(conv=conv, temporal=temporal)
+        host = MambaPoolHost(pool, 0, 0, 1, "page_first", False, pages=host_states)
+        return self._entry("mamba", pool, host, [*conv, *temporal], ExtentAllocator(device_states, 1))
+
+    def _entry(
+        self,
+        name: str,
+        pool: Any,
+        host: Any,
+        rows: list[torch.Tensor],
+        allocator: ExtentAllocator,
+        *,
+        anchor: bool = False,
+    ) -> PoolEntry:
+        self.device[name], self.host[name], self.allocators[name] = rows, host, allocator
+        return PoolEntry(
+            name,
+            host,
+            pool,
+            lambda layer: layer if layer < LAYERS else None,
+            is_primary_index_anchor=anchor,
+            device_alloc_fn=allocator.alloc,
+            device_free_fn=allocator.free,
+        )
+
+    # Bytes
+
+    def expected(self, name: str, page_key: bytes) -> list[torch.Tensor]:
+        """Rows of a page of a pool, one tensor a buffer."""
+        slots = 1 if name == "mamba" else PAGE_SIZE
+        rows = []
+        for number, buffer in enumerate(self.device[name]):
+            size = slots * buffer[0].numel()
+            seed = hashlib.shake_128(page_key + name.encode() + bytes([number])).digest(size)
+            rows.append(torch.frombuffer(bytearray(seed), dtype=torch.uint8).reshape(slots, *buffer.shape[1:]))
+        return rows
+
+    def _rows(self, name: str, page: int) -> slice:
+        slots = 1 if name == "mamba" else PAGE_SIZE
+        return slice(page * slots, (page + 1) * slots)
+
+    def fill(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
+        for page_key, page in zip(keys, pages, strict=True):
+            for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
+                buffer[self._rows(name, int(page))] = rows
+
+    def verify(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
+        assert len(keys) == len(pages)
+        for page_key, page in zip(keys, pages, strict=True):
+            for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
+                assert torch.equal(buffer[self._rows(name, int(page))], rows), f"{name} page {page} is wrong"
+
+    def verify_match(self, match: Match) -> None:
+        """Check every byte a request would read of a match that is on the device."""
+        keys = [match.keys[i : i + 16] for i in range(0, match.pages * 16, 16)]
+        self.verify("kv", keys, self.cache.device_page_numbers(match))
+        for name, window in self.windows.items():
+            self.verify(name, keys[max(0, len(keys) - window) :], self.cache.window_page_numbers(match, name))
+
+    # Requests
+
+    def begin(self, keys: Sequence[bytes] | SequenceKeys, **options: Any) -> Match:
+        """Match, prefetch, load back, and check what was found."""
+        match = self.cache.load_back(self.cache.prefetch(self.cache.match_prefix(keys, **options)))
+        self.verify_match(match)
+        return match
+
+    def compute(self, match: Match, pages: int) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+        """Take and fill device pages behind a match, and the windows of their end; None where there is no room."""
+        keys = match.rest()[:pages]
+        taken = self.cache.alloc_device(pages)
+        if taken is None:
+            return None
+        self.fill("kv", keys, taken)
+        windows: dict[str, np.ndarray] = {}
+        for name, window in self.windows.items():
+            last = keys[max(0, pages - window) :]
+            mine = self.cache.alloc_window(name, len(last)) if last else np.empty(0, np.int64)
+            if mine is None:
+                self.give_back(taken, windows)
+                return None
+            self.fill(name, last, mine)
+            windows[name] = mine
+        return taken, windows
+
+    def give_back(self, pages: np.ndarray, windows: Mapping[str, np.ndarray]) -> None:
+        self.allocators["kv"].free_pages(pages)
+        for name, mine in windows.items():
+            if len(mine):
+                self.allocators[name].free_pages(mine)
+
+    def serve(self, words: Sequence[int], keys: Sequence[bytes] | None = None, **options: Any) -> int:
+        """Serve a whole request; returns how many pages were cached."""
+        keys = keys_of(words) if keys is None else keys
+        match = self.begin(keys, **options)
+        found = match.pages
+        made = self.compute(match, len(keys) - found)
+        assert made is not None, "no room for a request of its own"
+        pages, windows = made
+        result = self.cache.insert(match, pages, windows=windows)
+        self.verify_match(result.match)
+        self.cache.release(result.match)
+        self.cache.poll()
+        return found
+
+    def lookup(self, words: Sequence[int]) -> tuple[int, int]:
+        """Device and host pages of the match of a request."""
+        match = self.cache.match_prefix(keys_of(words))
+        self.cache.release(match)
+        return match.device_pages, match.host_pages
+
+    def empty(self) -> None:
+        """Evict everything, and check that every page of every pool is free then."""
+        cache = self.cache
+        for _ in range(2):
+            cache.drain()
+            cache.evict_device(10**6)
+            cache.evict_host(10**6)
+            for name in self.windows:
+                cache.evict_window_device(name, 10**6)
+                cache.evict_window_host(name, 10**6)
+        cache.check_integrity()
+        assert cache.stats() == (0, 0, 0)
+        for name, (device_pages, host_pages) in self.sizes.items():
+            assert self.allocators[name].available_pages == device_pages, name
+            assert self.host[name].available_size() == host_pages * self.host[name].page_size, name
+
+    def close(self) -> None:
+        assert self.controller.shutdown(30)
+        self.controller.check_integrity()
+        if self.storage is not None:
+            self.storage.close()
+
+
+@pytest.fixture
+def make_model() -> Iterator[Callable[..., Model]]:
+    """Make models; at the end everything is evicted and nothing may be left over."""
+    made: list[Model] = []
+
+    def make(**options: Any) -> Model:
+        model = Model(**options)
+        made.append(model)
+        return model
+
+    yield make
+    for model in made:
+        model.cache.check_integrity()
+        model.close()
+
+
+@pytest.fixture
+def model_type() -> type[Model]:
+    return Model
+
+
+@pytest.fixture
+def memory_storage() -> MemoryStorage:
+    return MemoryStorage()
+
+
+@pytest.fixture(name="keys_of")
+def keys_of_fixture() -> Callable[[Sequence[int]], list[bytes]]:
+    return keys_of
