@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.pool_transfer import PoolName, PoolTransfer
 
 from .agreement import Agreement
+from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
 from .host_slots import HostSlots
 from .in_flight import Access, Place, Side, Use, page_granules
-from .indices import check_indices, device_slots
+from .indices import check_indices, device_slot_count
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
 from .metrics import Metrics
@@ -104,6 +106,7 @@ class HiCacheController:
         self._lock = threading.RLock()
         self._writes = OperationQueue(self._submit_write, self._give_back_write, self._finished, self.agreement)
         self._loads = OperationQueue(self._submit_load, self._give_back_load, self._finished, self.agreement)
+        self._device_slots = DeviceSlots(self.engine, self._writes, self._loads, self.start_writing)
         self._closed = False
         self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
         self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
@@ -295,7 +298,8 @@ class HiCacheController:
         RuntimeError
             If the slots are those of a load that has not been started.
         """
-        return self._evict_device(self.host_group.get_entry(pool), device_indices)
+        with self._lock:
+            return self._device_slots.evict(self.host_group.get_entry(pool), device_indices)
 
     def evict_host(self, host_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
         """Give host slots of a pool (by default the anchor) back; those in flight go once their transfers are done.
@@ -488,20 +492,18 @@ class HiCacheController:
         anchor = self.host_group.anchor_entry
         # Further pools can move without the anchor, whose indices are then empty.
         if device_indices.numel() or not pool_transfers:
-            check_indices("device_indices", device_indices, self.page_size, device_slots(anchor))
+            check_indices("device_indices", device_indices, self.page_size, device_slot_count(anchor))
         with self._lock:
-            self._check_no_queued_load(anchor, device_indices)
+            self._device_slots.check_not_loading(anchor, device_indices)
             host_indices = self._host_slots.alloc(device_indices.numel()) if device_indices.numel() else device_indices
             if host_indices is None:
                 return None
-            try:
-                resolved = self._resolve_host(pool_transfers, host_indices, device_indices)
-            except BaseException:
-                self._undo_alloc(host_indices)
-                raise
-            if not resolved:
-                self._undo_alloc(host_indices)
-                return None
+            with ExitStack() as undo:
+                if device_indices.numel():
+                    undo.callback(self.host_group.free, host_indices)
+                if not self._resolve_host(pool_transfers, host_indices, device_indices):
+                    return None
+                undo.pop_all()
             event = ready_event if ready_event is not None else self.engine.submission_event()
             operation = CacheOperation(
                 host_indices,
@@ -526,21 +528,17 @@ class HiCacheController:
         self._check_open()
         anchor_moves = host_indices.numel() > 0 or not pool_transfers
         if anchor_moves:
-            self._check_host_slots(host_indices)
+            self._host_slots.check(self.host_group.anchor_entry, host_indices)
         with self._lock:
             device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
             if device_indices is None:
                 return None
-            try:
-                resolved = self._resolve_device(pool_transfers, host_indices, device_indices)
-            except BaseException:
+            with ExitStack() as undo:
                 if anchor_moves:
-                    self.host_group.free_device(device_indices)
-                raise
-            if not resolved:
-                if anchor_moves:
-                    self.host_group.free_device(device_indices)
-                return None
+                    undo.callback(self.host_group.free_device, device_indices)
+                if not self._resolve_device(pool_transfers, host_indices, device_indices):
+                    return None
+                undo.pop_all()
             operation = CacheOperation(
                 host_indices,
                 device_indices,
@@ -553,10 +551,6 @@ class HiCacheController:
                 [*self._uses(operation, Side.DEVICE, Access.WRITE), *self._uses(operation, Side.HOST, Access.READ)],
             )
             return device_indices
-
-    def _undo_alloc(self, host_indices: torch.Tensor) -> None:
-        if host_indices.numel():
-            self.host_group.free(host_indices)
 
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
@@ -626,10 +620,10 @@ class HiCacheController:
         access: Access,
     ) -> tuple[list[StoragePart], list[Use]]:
         """Check what moves between host and storage, and say it as the storage threads and the books need it."""
-        self._check_host_slots(host_indices, len(keys))
-        anchor = str(self.host_group.anchor_entry.name)
+        anchor = self.host_group.anchor_entry
+        self._host_slots.check(anchor, host_indices, len(keys))
         parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
-        uses = [Use(Place(anchor, Side.HOST), access, page_granules(host_indices, self.page_size))]
+        uses = [Use(Place(str(anchor.name), Side.HOST), access, page_granules(host_indices, self.page_size))]
         return parts, uses
 
     def _users_of_host(self, use: Use) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -649,31 +643,6 @@ class HiCacheController:
         if self._writes.waiting and any(self._writes.waiting_uses.users(use, (Access.WRITE,)) for use in uses):
             self.start_writing()
 
-    def _check_no_queued_load(self, entry: PoolEntry, device_indices: torch.Tensor) -> None:
-        if not self._loads.waiting:
-            return
-        use = Use(Place(str(entry.name), Side.DEVICE), Access.READ, page_granules(device_indices, self.page_size))
-        users = self._loads.waiting_uses.users(use, (Access.WRITE,))
-        if users:
-            raise RuntimeError(
-                f"device_indices are those of a load of node {users[0].node_ids[0]} that was not started; "
-                "call start_loading or cancel_load first"
-            )
-
-    def _check_host_slots(
-        self, host_indices: torch.Tensor, pages: int | None = None, *, pool: PoolName | str | None = None
-    ) -> None:
-        entry = self.host_group.get_entry(pool)
-        check_indices("host_indices", host_indices, int(entry.host_pool.page_size), int(entry.host_pool.size))
-        if host_indices.device.type != "cpu":
-            raise ValueError(f"host_indices is on {host_indices.device}; host slots are named on cpu")
-        if pages is not None and host_indices.numel() != pages * int(entry.host_pool.page_size):
-            raise ValueError(
-                f"host_indices has {host_indices.numel()} slots for {pages} keys; "
-                f"{pages * entry.host_pool.page_size} are expected, {entry.host_pool.page_size} a page"
-            )
-        self._host_slots.check_owned(entry, host_indices)
-
     def _submit_write(self, operation: CacheOperation) -> TransferHandle:
         transfers = self._transfers(operation, load=False)
         return self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
@@ -691,30 +660,13 @@ class HiCacheController:
 
     def _give_back_write(self, operation: CacheOperation) -> None:
         """Return the host slots of a write that does not count."""
-        if not operation.host_indices.numel():
-            return
-        self._host_slots.give_back(self.host_group.anchor_entry, operation.host_indices)
+        if operation.host_indices.numel():
+            self._host_slots.give_back(self.host_group.anchor_entry, operation.host_indices)
 
     def _give_back_load(self, operation: CacheOperation) -> None:
         """Return the device slots of a load that does not count."""
-        if not operation.device_indices.numel():
-            return
-        self.host_group.free_device(operation.device_indices)
-
-    def _evict_device(self, entry: PoolEntry, device_indices: torch.Tensor) -> int:
-        if entry.device_free_fn is None:
-            raise ValueError(f"entry {entry.name!s} has no device_free_fn, which giving device slots back needs")
-        with self._lock:
-            if self._any_in_flight():
-                self._check_no_queued_load(entry, device_indices)
-                place = Place(str(entry.name), Side.DEVICE)
-                use = Use(place, Access.WRITE, page_granules(device_indices, int(entry.host_pool.page_size)))
-                if self._writes.waiting and self._writes.waiting_uses.users(use, (Access.READ,)):
-                    self.start_writing()
-                for event in self.engine.events_of_users([(use, (Access.READ, Access.WRITE))]):
-                    event.wait()
-            entry.device_free_fn(device_indices)
-            return device_indices.numel()
+        if operation.device_indices.numel():
+            self.host_group.free_device(operation.device_indices)
 
 
 def _device_of(entry: PoolEntry) -> torch.device:

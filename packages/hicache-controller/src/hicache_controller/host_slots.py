@@ -12,6 +12,7 @@ import torch
 from hicache_pools.group import HostPoolGroup, PoolEntry
 
 from .in_flight import Access, Granules, Place, Side, Use, page_granules
+from .indices import check_indices
 from .metrics import Metrics
 from .transfer_engine import Guards
 
@@ -56,6 +57,19 @@ class HostSlots:
         if indices is None and self.reap():
             indices = self._group.alloc(slots)
         return indices
+
+    def check(self, entry: PoolEntry, host_indices: torch.Tensor, pages: int | None = None) -> None:
+        """Raise ValueError unless these are whole pages of the pool, as many as given, and not on their way back."""
+        page_size = int(entry.host_pool.page_size)
+        check_indices("host_indices", host_indices, page_size, int(entry.host_pool.size))
+        if host_indices.device.type != "cpu":
+            raise ValueError(f"host_indices is on {host_indices.device}; host slots are named on cpu")
+        if pages is not None and host_indices.numel() != pages * page_size:
+            raise ValueError(
+                f"host_indices has {host_indices.numel()} slots for {pages} keys; "
+                f"{pages * page_size} are expected, {page_size} a page"
+            )
+        self.check_owned(entry, host_indices)
 
     def check_owned(self, entry: PoolEntry, host_indices: torch.Tensor) -> None:
         """Raise ValueError where slots were given back and only wait to be freed."""

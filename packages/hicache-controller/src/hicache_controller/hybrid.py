@@ -14,7 +14,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 from .controller import HiCacheController
 from .events import Event
 from .in_flight import Access, Place, Side, Use, page_granules
-from .indices import check_indices, device_slots
+from .indices import check_indices, device_slot_count
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
 from .storage_worker import PrefetchOperation, StoragePart
@@ -120,9 +120,9 @@ class HybridCacheController(HiCacheController):
                     f"device_indices of pool {transfer.name!s}",
                     transfer.device_indices,
                     int(entry.host_pool.page_size),
-                    device_slots(entry),
+                    device_slot_count(entry),
                 )
-                self._check_no_queued_load(entry, transfer.device_indices)
+                self._device_slots.check_not_loading(entry, transfer.device_indices)
         return self._write(device_indices, node_id, ready_event, transfers)
 
     def load(
@@ -141,7 +141,7 @@ class HybridCacheController(HiCacheController):
         transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
         for transfer in transfers:
             if transfer.host_indices is not None:
-                self._check_host_slots(transfer.host_indices, pool=transfer.name)
+                self._host_slots.check(self.host_group.get_entry(transfer.name), transfer.host_indices)
         return self._load(host_indices, node_id, ready_event, transfers)
 
     def storage_exists(self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()) -> int:
@@ -244,7 +244,7 @@ class HybridCacheController(HiCacheController):
                     f"transfer {transfer.name!s} has {len(names)} keys; with the hit policy all_pages it needs one for "
                     f"each of the anchor's {len(keys)} pages"
                 )
-            self._check_host_slots(slots, len(names), pool=transfer.name)
+            self._host_slots.check(self.host_group.get_entry(transfer.name), slots, len(names))
             stored = [name if isinstance(name, bytes) else name.encode() for name in names]
             name = str(transfer.name)
             parts.append(StoragePart(name, stored, slots, parts[0].parents if whole else None, policy))

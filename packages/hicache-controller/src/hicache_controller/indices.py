@@ -8,7 +8,7 @@ from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
 
 
-def device_slots(entry: PoolEntry) -> int | None:
+def device_slot_count(entry: PoolEntry) -> int | None:
     """Slots that device indices of a pool may name; None where that is not known."""
     return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
 
