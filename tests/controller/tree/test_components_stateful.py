@@ -1,0 +1,207 @@
+"""The tree with all components against a naive model: a set of prefixes for each pool and tier, kept by the events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from hicache_controller.storage.memory import MemoryStorage
+from hicache_controller.tree import CacheEvent, Change, Tier, WritePolicy
+
+DEVICE_PAGES, HOST_PAGES = 12, 14
+WORDS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
+POOLS = ("kv", "swa", "mamba")
+
+
+class Naive:
+    """Which prefixes are where, by what the tree says it stored and removed."""
+
+    def __init__(self, windows: dict[str, int]) -> None:
+        self.windows = windows
+        self.where: dict[tuple[str, Tier], set[bytes]] = {(pool, tier): set() for pool in POOLS for tier in Tier}
+
+    def listen(self, event: CacheEvent) -> None:
+        known = self.where[event.pool, event.tier]
+        keys = set(event.keys)
+        assert event.keys
+        if event.change is Change.STORED:
+            assert event.tier is Tier.STORAGE or not keys & known, "stored twice"
+            known |= keys
+        else:
+            assert keys <= known, "removed what was never stored"
+            known -= keys
+
+    def longest(self, keys: Sequence[bytes], *tiers: Tier) -> int:
+        """The longest prefix of which every pool has what it needs in some of the tiers."""
+
+        def have(pool: str, wanted: Sequence[bytes]) -> bool:
+            return all(any(key in self.where[pool, tier] for tier in tiers) for key in wanted)
+
+        return next(
+            length
+            for length in range(len(keys), -1, -1)
+            if have("kv", keys[:length])
+            and all(have(pool, keys[max(0, length - window) : length]) for pool, window in self.windows.items())
+        )
+
+
+def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachine]:
+    class ComponentMachine(RuleBasedStateMachine):
+        opened = Bundle("opened")
+        retracted = Bundle("retracted")
+
+        @initialize(
+            policy=st.sampled_from(WritePolicy),
+            eviction=st.sampled_from(("lru", "lfu", "size_aware")),
+            storage=st.booleans(),
+            windows=st.booleans(),
+            states=st.booleans(),
+            synchronous=st.booleans(),
+        )
+        def build(
+            self, policy: WritePolicy, eviction: str, storage: bool, windows: bool, states: bool, synchronous: bool
+        ) -> None:
+            self.now = 0.0
+            self.model = model_type(
+                device_pages=DEVICE_PAGES,
+                host_pages=HOST_PAGES,
+                windows=(6, 5) if windows else None,
+                states=(4, 3) if states else None,
+                storage=MemoryStorage() if storage else None,
+                write_policy=policy,
+                eviction=eviction,
+                listener=lambda event: self.naive.listen(event),
+                clock=lambda: self.now,
+                synchronous=synchronous,
+            )
+            self.naive = Naive(self.model.windows)
+            self.held = 0
+            self.next_request = 0
+
+        @rule(words=WORDS)
+        def lookup(self, words: tuple[int, ...]) -> None:
+            self.model.cache.drain()
+            keys = keys_of(words)
+            match = self.model.cache.match_prefix(keys)
+            assert match.pages == self.naive.longest(keys, Tier.DEVICE, Tier.HOST)
+            assert match.device_pages <= match.pages
+            self.model.cache.release(match)
+
+        @rule(target=opened, words=WORDS, priority=st.integers(0, 1))
+        def request(self, words: tuple[int, ...], priority: int) -> object:
+            cache, keys = self.model.cache, keys_of(words)
+            match = cache.match_prefix(keys, priority=priority)
+            found = match.pages
+            match = cache.prefetch(match)
+            assert found <= match.pages <= self.naive.longest(keys, *Tier)
+            match = cache.load_back(match)
+            self.model.verify_match(match)
+            made = self.model.compute(match, len(keys) - match.pages)
+            if made is None:
+                cache.release(match)
+                return multiple()
+            self.held += 1
+            return (match, *made)
+
+        @rule(request=consumes(opened), publish=st.integers(0, 9), keep=st.booleans())
+        def insert(self, request: Any, publish: int, keep: bool) -> None:
+            match, pages, windows = request
+            cache = self.model.cache
+            count = min(publish, len(pages))
+            whole = count == len(pages)
+            result = cache.insert(match, pages, count, windows=windows if whole else None)
+            if not whole:
+                self.model.give_back(pages[count:], windows)
+                end = cache.device_page_numbers(result.match)
+                keys = [match.keys[i : i + 16] for i in range(0, (match.pages + count) * 16, 16)]
+                self.model.verify("kv", keys, end)
+            else:
+                self.model.verify_match(result.match)
+            if keep:
+                cache.pin(result.match, 3.0)
+            cache.release(result.match)
+            self.held -= 1
+
+        @rule(target=retracted, request=consumes(opened))
+        def retract(self, request: Any) -> object:
+            match, pages, windows = request
+            name = str(self.next_request)
+            self.next_request += 1
+            if self.model.cache.retraction.backup(name, match, pages, windows=windows):
+                return name, match.pages, len(pages)
+            self.model.verify_match(match)
+            self.model.verify(
+                "kv", [match.keys[i : i + 16] for i in range(match.pages * 16, len(match.keys), 16)], pages
+            )
+            self.model.give_back(pages, windows)
+            self.model.cache.release(match)
+            self.held -= 1
+            return multiple()
+
+        @rule(target=opened, entry=consumes(retracted))
+        def restore(self, entry: Any) -> object:
+            name, found, private = entry
+            restored = self.model.cache.retraction.restore(name)
+            if restored is None:
+                self.model.cache.retraction.discard(name)
+                self.held -= 1
+                return multiple()
+            match, pages, windows = restored
+            assert (match.pages, len(pages)) == (found, private)
+            self.model.verify_match(match)
+            rest = match.rest()
+            self.model.verify("kv", rest, pages)
+            for pool, mine in windows.items():
+                self.model.verify(pool, rest[len(rest) - len(mine) :], mine)
+            return match, pages, windows
+
+        @rule(count=st.integers(1, DEVICE_PAGES))
+        def evict_device(self, count: int) -> None:
+            free = self.model.allocators["kv"].available_pages
+            freed = self.model.cache.evict_device(count)
+            assert self.model.allocators["kv"].available_pages == free + freed
+
+        @rule(count=st.integers(1, HOST_PAGES))
+        def evict_host(self, count: int) -> None:
+            self.model.cache.evict_host(count)
+
+        @rule(number=st.integers(0, 1), count=st.integers(1, 6), device=st.booleans())
+        def evict_window(self, number: int, count: int, device: bool) -> None:
+            names = list(self.model.windows)
+            if number < len(names):
+                cache = self.model.cache
+                (cache.evict_window_device if device else cache.evict_window_host)(names[number], count)
+
+        @rule(seconds=st.sampled_from((0.5, 4.0)))
+        def time_passes(self, seconds: float) -> None:
+            self.now += seconds
+
+        @invariant()
+        def tree_is_whole(self) -> None:
+            if hasattr(self, "model"):
+                self.model.cache.poll()
+                self.model.cache.check_integrity()
+
+        def teardown(self) -> None:
+            if not hasattr(self, "model"):
+                return
+            self.now += 1000.0
+            if not self.held:
+                self.model.empty()
+                for (_, tier), keys in self.naive.where.items():
+                    assert tier is Tier.STORAGE or not keys
+            self.model.close()
+
+    return ComponentMachine
+
+
+@pytest.mark.parametrize("examples", [60])
+def test_components_against_the_naive_model(model_type: Any, keys_of: Any, examples: int) -> None:
+    case = component_machine(model_type, keys_of).TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=40, deadline=None)
+    case("runTest").runTest()
