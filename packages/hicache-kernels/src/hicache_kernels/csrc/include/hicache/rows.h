@@ -139,25 +139,19 @@ __device__ __forceinline__ uint32_t slot_at(const void* indices, uint32_t positi
   return indices == nullptr ? position : static_cast<uint32_t>(static_cast<const Index*>(indices)[position]);
 }
 
-// Addresses of a unit on both sides.
-struct Ends {
-  uint64_t from;
-  uint64_t to;
+// Which vector of which row of which slot a unit is.
+struct Place {
+  uint32_t position;
+  uint32_t row;
+  uint32_t column;
 };
 
-template <int Bytes, typename Index>
-__device__ __forceinline__ Ends locate(const DeviceGroup& group, const Launch& launch, uint32_t unit) {
+__device__ __forceinline__ Place place_of(const DeviceGroup& group, uint32_t unit) {
   const uint32_t line = group.columns.quotient(unit);
-  const uint32_t column = unit - line * group.columns.value;
   const uint32_t pair = group.inner.quotient(line);
-  const uint32_t inside = line - pair * group.inner.value;
   const uint32_t outer = group.rows.quotient(pair);
-  const uint32_t row = pair - outer * group.rows.value;
-  const uint32_t position = outer * group.inner.value + inside;
-  const uint32_t source_slot = slot_at<Index>(launch.source_indices, position);
-  const uint32_t destination_slot = slot_at<Index>(launch.destination_indices, position);
-  return Ends{group.source.address(row, source_slot) + column * Bytes,
-              group.destination.address(row, destination_slot) + column * Bytes};
+  return Place{outer * group.inner.value + (line - pair * group.inner.value), pair - outer * group.rows.value,
+               unit - line * group.columns.value};
 }
 
 // A unit is one vector of a row, or kUnroll vectors at equal distances, found by one look-up.
@@ -170,30 +164,47 @@ __global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GR
     if (group.spread) {
       const uint32_t step = group.columns.value * Bytes;
       for (; unit < group.units; unit += stride) {
-        const Ends ends = locate<Bytes, Index>(group, launch, unit);
+        const Place place = place_of(group, unit);
+        const uint32_t source_slot = slot_at<Index>(launch.source_indices, place.position);
+        const uint32_t destination_slot = slot_at<Index>(launch.destination_indices, place.position);
+        const uint64_t from = group.source.address(place.row, source_slot) + place.column * Bytes;
+        const uint64_t to = group.destination.address(place.row, destination_slot) + place.column * Bytes;
         Words<Bytes> words[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) load_nc(words[u], ends.from + u * step);
+        for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from + u * step);
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) store_nc(ends.to + u * step, words[u]);
+        for (int u = 0; u < kUnroll; ++u) store_nc(to + u * step, words[u]);
       }
       continue;
     }
-    for (; unit + (kUnroll - 1) * stride < group.units; unit += kUnroll * stride) {
-      Ends ends[kUnroll];
+    for (; unit < group.units; unit += kUnroll * stride) {
+      // Each step for all units before the next one, so that their latencies overlap. Past the end the last unit is read
+      // again and not written: the last pass waits once and not kUnroll times.
+      Place places[kUnroll];
+      uint32_t source_slots[kUnroll], destination_slots[kUnroll];
+      uint64_t from[kUnroll], to[kUnroll];
       Words<Bytes> words[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) ends[u] = locate<Bytes, Index>(group, launch, unit + u * stride);
+      for (int u = 0; u < kUnroll; ++u) {
+        const uint32_t wanted = unit + u * stride;
+        places[u] = place_of(group, wanted < group.units ? wanted : group.units - 1);
+      }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], ends[u].from);
+      for (int u = 0; u < kUnroll; ++u) {
+        source_slots[u] = slot_at<Index>(launch.source_indices, places[u].position);
+        destination_slots[u] = slot_at<Index>(launch.destination_indices, places[u].position);
+      }
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) store_nc(ends[u].to, words[u]);
-    }
-    for (; unit < group.units; unit += stride) {
-      const Ends ends = locate<Bytes, Index>(group, launch, unit);
-      Words<Bytes> words;
-      load_nc(words, ends.from);
-      store_nc(ends.to, words);
+      for (int u = 0; u < kUnroll; ++u) {
+        from[u] = group.source.address(places[u].row, source_slots[u]) + places[u].column * Bytes;
+        to[u] = group.destination.address(places[u].row, destination_slots[u]) + places[u].column * Bytes;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from[u]);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (unit + u * stride < group.units) store_nc(to[u], words[u]);
+      }
     }
   }
 }
