@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
+from hicache_controller.cli import app
 from hicache_controller.replay import Replay, ReplayError, ReplayOptions, VerificationError
 from hicache_controller.trace import TraceRequest, make_trace, read_trace, write_trace
 
@@ -58,14 +60,8 @@ def chats() -> list[TraceRequest]:
     return make_trace(120, seed=int.from_bytes(os.urandom(4)))
 
 
-def hicache(*arguments: str | Path, **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hicache_controller.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **kwargs,  # type: ignore[arg-type]
-    )
+def hicache(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 @pytest.mark.parametrize(("count", "blocks", "hits"), [(500, 13_662, 2_278), (2_000, 52_562, 15_754)])
@@ -200,7 +196,7 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
     with trace.open("a") as out:
         out.write(line + "\n")
     run = hicache("replay", trace)
-    assert run.returncode == 2
+    assert run.exit_code == 2
     assert f"{trace}, line 3: " in run.stderr
     assert fault in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
@@ -222,7 +218,7 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], fault: str) -> None:
     run = hicache("replay", "--requests", "20", *arguments)
-    assert run.returncode == 2, run.stderr
+    assert run.exit_code == 2, run.stderr
     assert fault in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1, run.stderr
 
@@ -246,14 +242,14 @@ def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path) -
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     again = hicache(*arguments[:2], "--requests", "50", *arguments[2:])
-    assert again.returncode == 0, again.stderr
+    assert again.exit_code == 0, again.stderr
     assert again.stderr == ""
 
 
 def test_command_writes_its_figures_and_its_picture(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     run = hicache("replay", "--requests", "40", "--json", figures, "--plot", picture)
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     report = json.loads(figures.read_text())["report"]
     assert report["requests"] == 40
     assert report["hits"] + report["misses"] == report["blocks"]
@@ -264,6 +260,6 @@ def test_command_writes_its_figures_and_its_picture(tmp_path: Path) -> None:
 
 def test_info_names_versions_paths_and_reasons() -> None:
     run = hicache("info")
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     for word in ("hicache-kernels", "hicache-pools", "hicache-controller", "torch", "write-back", "load-back"):
         assert word in run.stdout

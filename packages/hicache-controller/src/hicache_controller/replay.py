@@ -414,7 +414,7 @@ class Replay:
             path.bytes = int(metrics.total("transfer_bytes", direction=direction))
             path.runs = int(metrics.total("transfer_runs", direction=direction))
             path.pages = path.bytes // page_bytes
-            path.seconds = _seconds(metrics, "transfer_submit_seconds", direction=direction)
+            path.seconds = _seconds(metrics, "transfer_seconds", direction=direction)
         if self.storage is None:
             return
         stats = self.storage.stats()

@@ -1,0 +1,17 @@
+"""What the README says runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_example_of_an_engine_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, str(README), "exec"), names)
+    cache = names["cache"]
+    cache.check_integrity()  # type: ignore[attr-defined]
+    assert len([line for line in example.splitlines() if line and not line.startswith(("import", "from"))]) <= 22
