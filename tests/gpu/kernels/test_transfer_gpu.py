@@ -293,6 +293,16 @@ def test_capture_with_indices_on_the_cpu_is_refused(pools, gpu):
         transfer.write_back(slots, slots)
 
 
+def test_host_indices_on_the_device_allow_the_direct_path_only(pools, gpu):
+    pool = pools.random_pool("page_first", (256,), pages=16, device=gpu)
+    transfer = PlaneTransfer(pool.planes)
+    host, device = pool.slots(torch.randperm(16)).to(gpu), pool.slots(torch.randperm(17)[:16]).to(gpu)
+    pool.check_write_back(host, device, transfer.write_back, wait)
+    assert transfer.load(host, device).path == "direct"
+    with pytest.raises(ValueError, match="host_indices lies on the device"):
+        transfer.write_back(host, device, policy="staged")
+
+
 def test_indices_on_the_device_are_checked_when_asked(pools, gpu, monkeypatch):
     pool = pools.random_pool("page_first", (256,), pages=16, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="direct")

@@ -34,6 +34,12 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
+def _host_pages(indices: OperationIndices) -> torch.Tensor:
+    if indices.pages is None:
+        raise ValueError("host_indices lies on the device; staged transfers need it on the CPU")
+    return indices.pages
+
+
 class PlaneTransfer:
     """Transfers of one pool: its planes, its share of the staging ring, its policy.
 
@@ -268,13 +274,13 @@ class PlaneTransfer:
                 self._move_direct(indices, False, None, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
-            assert indices.pages is not None
+            pages = _host_pages(indices)
             staged = self._demand_staged()
             if indices.device.device.type == "cpu":
                 with self.ring.lane(Direction.WRITE_BACK).lock:
                     run_copies = staged.copy_runs(
                         Direction.WRITE_BACK,
-                        indices.pages,
+                        pages,
                         indices.device,
                         stream,
                         first_layer=0,
@@ -285,7 +291,7 @@ class PlaneTransfer:
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, run_copies)
             with self.ring.lane(Direction.WRITE_BACK).lock:
-                copies = staged.write_back(indices.pages, indices.device_slots, stream)
+                copies = staged.write_back(pages, indices.device_slots, stream)
                 released = None if stream is None else stream.record_event()
                 ready = staged.copies_done(Direction.WRITE_BACK)
             return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
@@ -346,7 +352,7 @@ class PlaneTransfer:
                     self._move_direct(indices, True, layer, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, tuple(events))
-            assert indices.pages is not None
+            pages = _host_pages(indices)
             staged = self._demand_staged()
             if layer_events and stream is not None:
                 events = self._take_events(end - first, stream)
@@ -355,7 +361,7 @@ class PlaneTransfer:
                 with self.ring.lane(Direction.LOAD).lock:
                     run_copies = staged.copy_runs(
                         Direction.LOAD,
-                        indices.pages,
+                        pages,
                         indices.device,
                         stream,
                         first_layer=first,
@@ -372,7 +378,7 @@ class PlaneTransfer:
                     )
             with self.ring.lane(Direction.LOAD).lock:
                 copies = staged.load(
-                    indices.pages,
+                    pages,
                     indices.device_slots,
                     stream,
                     first_layer=first,
@@ -410,12 +416,7 @@ class PlaneTransfer:
         block_quota: int | None,
         layer_by_layer: bool,
     ) -> planner.Plan:
-        if indices.pages is None and TransferPolicy(policy or self.policy) in (
-            TransferPolicy.AUTO,
-            TransferPolicy.STAGED,
-        ):
-            if TransferPolicy(policy or self.policy) is TransferPolicy.STAGED:
-                raise ValueError("host_indices lies on the device; staged transfers need it on the CPU")
+        if indices.pages is None and TransferPolicy(policy or self.policy) is TransferPolicy.AUTO:
             policy = TransferPolicy.DIRECT
         return self._plan(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
 
