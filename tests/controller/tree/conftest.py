@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings
 from hicache_controller.storage_worker import PrefetchPolicy
-from hicache_controller.tree import CacheEvent, Match, SequenceKeys, UnifiedRadixCache, WindowComponent
+from hicache_controller.tree import Match, SequenceKeys, UnifiedRadixCache, WindowComponent
 from hicache_pools import (
     ExtentAllocator,
     HostPoolGroup,
@@ -39,6 +40,36 @@ def keys_of(words: Sequence[int]) -> list[bytes]:
     return [key(tuple(words[: i + 1])) for i in range(len(words))]
 
 
+class Gate:
+    """Holds calls of one method of an object until it is opened; makes them fail while ``failing``."""
+
+    def __init__(self, target: Any, method: str) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.entered = threading.Event()
+        self.failing = False
+        original = getattr(target, method)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.entered.set()
+            assert self._open.wait(30), "the gate was never opened"
+            if self.failing:
+                raise RuntimeError("injected")
+            return original(*arguments, **options)
+
+        setattr(target, method, call)
+
+    def close(self) -> None:
+        self.entered.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait_entered(self) -> None:
+        assert self.entered.wait(30), "nobody came to the gate"
+
+
 class Model:
     """Pools, controller and tree; every row's bytes follow from pool, key and place, so a wrong one is seen.
 
@@ -57,7 +88,7 @@ class Model:
         synchronous: bool = False,
         **options: Any,
     ) -> None:
-        self.events: list[CacheEvent] = []
+        self.gates: list[Gate] = []
         self.sizes = {"kv": (device_pages, host_pages)}
         self.allocators: dict[str, ExtentAllocator] = {}
         self.device: dict[str, list[torch.Tensor]] = {}
@@ -222,7 +253,19 @@ class Model:
             assert self.allocators[name].available_pages == device_pages, name
             assert self.host[name].available_size() == host_pages * self.host[name].page_size, name
 
+    def gate(self, what: str, name: str = "kv") -> Gate:
+        """Make a gate before the writes or loads of a pool, or the storage's gets or sets."""
+        if what in ("get", "set"):
+            gate = Gate(self.storage, f"batch_{what}")
+        else:
+            method = "backup_from_device_all_layer" if what == "write" else "load_to_device_per_layer"
+            gate = Gate(self.host[name], method)
+        self.gates.append(gate)
+        return gate
+
     def close(self) -> None:
+        for gate in self.gates:
+            gate.open()
         assert self.controller.shutdown(30)
         self.controller.check_integrity()
         if self.storage is not None:
