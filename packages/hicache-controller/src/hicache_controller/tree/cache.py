@@ -645,8 +645,11 @@ class UnifiedRadixCache(TreeTransfers):
             for part in node.all_windows():
                 if part.device is not None:
                     self._free_window_pages(part.name, part.device, device=True)
+                part.device = part.host = None
             if node.device is not None:
                 self.controller.evict_device(self._slots(node.device))
+            # Queues and old matches may still hold it; it has nothing any more.
+            node.device = node.host = None
         self.controller.reset()
         self.root = TreeNode(0, None, b"")
         self._timed.clear()
