@@ -146,12 +146,12 @@ LOAD = dataclasses.replace(RUN, direction=Direction.LOAD)
         ),
         (
             "direct D2H, at most 8 CTAs: bandwidth",
-            dataclasses.replace(RUN, policy="direct", block_quota=8),
+            dataclasses.replace(RUN, policy="direct", block_quota=8, layer_by_layer=False),
             {"ratio": 0.92},
         ),
         (
             "direct H2D, at most 8 CTAs: bandwidth",
-            dataclasses.replace(LOAD, policy="direct", block_quota=8),
+            dataclasses.replace(LOAD, policy="direct", block_quota=8, layer_by_layer=False),
             {"ratio": 0.90},
         ),
         ("staged load-back, wide shares, run: bandwidth", LOAD, {"ratio": 0.96}),

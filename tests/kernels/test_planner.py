@@ -198,6 +198,15 @@ def test_small_copies_of_a_batch_wait_for_the_thread_that_submits_them() -> None
     assert seconds == pytest.approx(large.bytes / 50e9, rel=0.1)
 
 
+def test_short_runs_of_wide_shares_are_planned_as_batches_and_long_ones_as_pitched_copies() -> None:
+    def staged(pages: int, runs: int) -> float:
+        wide = work(pages=pages, runs=runs, page_bytes=2 << 20)
+        return plan_load(wide, constants=CONSTANTS, policy="staged").expected_seconds
+
+    assert staged(512, 8) == pytest.approx(512 * (2 << 20) / 50e9 + 32 * 8 * 4e-6, rel=0.02)
+    assert staged(512, 9) == pytest.approx(512 * (2 << 20) / 50e9 + 32 * 512 * 1e-6, rel=0.02)
+
+
 def test_width_of_a_layer_follows_the_layout() -> None:
     run = work(pages=64, runs=2, page_bytes=32 * 16 * 2 * 1024)
     assert run.layer_width == 16 * 2 * 1024

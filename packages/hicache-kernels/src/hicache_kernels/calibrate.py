@@ -26,8 +26,8 @@ from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-BUFFER_BYTES = 32 << 20
+FORMAT = 4
+BUFFER_BYTES = 64 << 20
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PAGE_BYTES = 32 << 10
 ROW_BYTES = 1024
@@ -35,7 +35,7 @@ LAYERS = 32
 MEASURED_LAYERS = 8
 CTAS = (1, 2, 4, 8, 16)
 LAUNCHES = 16
-REPEATS = 3
+REPEATS = 5
 SPIN_CYCLES = 2_000_000
 
 _known: dict[torch.device, DeviceConstants] = {}
@@ -165,7 +165,7 @@ def measure(device: torch.device | str) -> DeviceConstants:
         constants = DeviceConstants(
             source=f"measured on {torch.cuda.get_device_name(device)}",
             write_back=probe.direction(Direction.WRITE_BACK),
-            load=probe.direction(Direction.LOAD),
+            load=probe.with_pitched_copies(probe.direction(Direction.LOAD)),
             launch_seconds=probe.launch_seconds(),
             relayout_bytes_per_second=probe.relayout_bytes_per_second(),
         )
@@ -192,7 +192,7 @@ class _Probe:
         self._device = device
         self._host = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         self._rows = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        self._ring = StagingRing(device, budget_bytes=4 * BUFFER_BYTES, chunk_bytes=BUFFER_BYTES)
+        self._ring = StagingRing(device, budget_bytes=2 * BUFFER_BYTES)
         self._stream = torch.cuda.current_stream(device)
 
     def _transfer(self, row_bytes: int, layers: int) -> PlaneTransfer:
@@ -271,12 +271,6 @@ class _Probe:
         rate = (BUFFER_BYTES - PAGE_BYTES) / max(1e-7, whole.seconds - small.seconds)
         scattered = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
         batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
-        widths = []
-        for width in WIDTHS:
-            timing = self._marginal_layers(width, lambda pages: pages >= 0)
-            widths.append((width, min(1.0, timing.bytes / rate / timing.seconds)))
-        runs = self._marginal_layers(WIDTHS[-1], lambda pages: pages % 5 != 4)
-        copy_2d = (runs.seconds - runs.bytes / rate / widths[-1][1]) / runs.copies
         rows = self._transfer(ROW_BYTES, 1)
         direct = [(ctas, self._marginal(direction, rows, "direct", quota=ctas)) for ctas in CTAS]
         return DirectionConstants(
@@ -284,9 +278,22 @@ class _Probe:
             batch_copy_seconds=_sane(batch_copy, defaults.batch_copy_seconds),
             batch_submit_seconds=_sane(scattered.submit / scattered.copies, defaults.batch_submit_seconds),
             copy_seconds=defaults.copy_seconds,
-            copy_2d_seconds=_sane(copy_2d, defaults.copy_2d_seconds),
-            width_efficiency=tuple(widths),
+            copy_2d_seconds=defaults.copy_2d_seconds,
+            width_efficiency=defaults.width_efficiency,
             direct_rates=tuple((ctas, timing.bytes / timing.seconds) for ctas, timing in direct),
+        )
+
+    def with_pitched_copies(self, load: DirectionConstants) -> DirectionConstants:
+        """Measure 2-D copies, which only loads make."""
+        rate = load.copy_bytes_per_second
+        widths = []
+        for width in WIDTHS:
+            timing = self._marginal_layers(width, lambda pages: pages >= 0)
+            widths.append((width, min(1.0, timing.bytes / rate / timing.seconds)))
+        runs = self._marginal_layers(WIDTHS[-1], lambda pages: pages % 5 != 4)
+        copy_2d = (runs.seconds - runs.bytes / rate / widths[-1][1]) / runs.copies
+        return dataclasses.replace(
+            load, copy_2d_seconds=_sane(copy_2d, load.copy_2d_seconds), width_efficiency=tuple(widths)
         )
 
     def launch_seconds(self) -> float:

@@ -233,6 +233,9 @@ class Plan:
     block_quota: int
 
 
+FLAT_WIDTH_BYTES = 48 << 10
+FLAT_RUN_PAGES = 64
+"""Runs of fewer pages and at least this wide go page by page in batches (``csrc/staged/gpu_backend.h``)."""
 STAGED_PREFERENCE = 0.04
 """How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
 
@@ -261,10 +264,9 @@ def staged_load_seconds(work: Work, constants: DeviceConstants, staging_bytes: i
     else:
         efficiency = direction.efficiency(work.layer_width)
         layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + runs * direction.copy_2d_seconds
-        if work.layout is HostLayout.PAGE_FIRST_DIRECT and constants.batched:
-            # Short runs of wide shares go page by page, in batches.
-            pages = work.pages + chunks - 1
-            layer = min(layer, _copies_seconds(layer_bytes, pages, direction, batched=True))
+        short_runs = work.pages < FLAT_RUN_PAGES * work.runs
+        if constants.batched and short_runs and work.layer_width >= FLAT_WIDTH_BYTES:
+            layer = _copies_seconds(layer_bytes, work.pages + chunks - 1, direction, batched=True)
     return (
         constants.launch_seconds
         + work.layers * max(layer, constants.launch_seconds)

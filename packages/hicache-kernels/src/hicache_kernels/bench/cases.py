@@ -68,6 +68,8 @@ class Case:
         Its host pages; device pages are always in random order.
     direction, policy, block_quota
         The transfer.
+    layer_by_layer
+        Whether a load records an event behind each layer, as an engine that overlaps it with its layers asks for.
     """
 
     shape: Shape
@@ -77,6 +79,7 @@ class Case:
     direction: Direction
     policy: str
     block_quota: int | None = None
+    layer_by_layer: bool = True
 
     @property
     def page_bytes(self) -> int:
@@ -121,10 +124,10 @@ WIDE_SHARE_BYTES = 32 << 10
 
 
 def direct_grid(rows: Sequence[int] = DIRECT_ROWS) -> Iterator[Case]:
-    """Row sizes of the direct path, held to :data:`MOST_CTAS` CTAs, one page a slot, scattered."""
+    """Row sizes of the direct path, held to :data:`MOST_CTAS` CTAs, one page a slot, scattered, in one call."""
     for row_bytes, direction in itertools.product(rows, Direction):
         shape = Shape(row_bytes, max(2, min(64, (64 << 10) // row_bytes)), 2)
-        yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MOST_CTAS)
+        yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MOST_CTAS, False)
 
 
 def quota_grid(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:

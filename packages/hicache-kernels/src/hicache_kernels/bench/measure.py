@@ -95,7 +95,11 @@ def submit(pool: BenchPool, case: Case) -> TransferResult:
             pool.host_indices, pool.device_indices, policy=case.policy, block_quota=case.block_quota
         )
     return pool.transfer.load(
-        pool.host_indices, pool.device_indices, policy=case.policy, block_quota=case.block_quota, layer_events=True
+        pool.host_indices,
+        pool.device_indices,
+        policy=case.policy,
+        block_quota=case.block_quota,
+        layer_events=case.layer_by_layer,
     )
 
 
@@ -174,7 +178,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     is_load = case.direction is Direction.LOAD
     busy = median(sample.submit for sample in kept)
     first_layer = 1.0
-    if is_load and side is not None and busy < SLOW_SECONDS:
+    if is_load and case.layer_by_layer and side is not None and busy < SLOW_SECONDS:
         first_layer = median(_first_layer_share(pool, case, side, device, 1.5 * busy + 1e-3) for _ in range(3))
     return Measurement(
         result.path,

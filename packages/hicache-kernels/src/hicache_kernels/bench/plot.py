@@ -60,7 +60,7 @@ def _draw_bandwidth(axis: Any, report: Report, direction: Direction) -> None:
     axis.set_ylabel("share of a plain pinned copy")
     axis.set_title(direction.value.replace("_", "-"))
     if axis.collections:
-        axis.legend(fontsize=7, loc="lower right")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=3)
 
 
 def _draw_disturbances(axis: Any, report: Report) -> None:

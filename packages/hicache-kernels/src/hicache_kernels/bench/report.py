@@ -96,6 +96,7 @@ def _case_result(entry: dict[str, Any]) -> CaseResult:
             Direction(case["direction"]),
             case["policy"],
             case["block_quota"],
+            case["layer_by_layer"],
         ),
         Measurement(**entry["measurement"]),
     )

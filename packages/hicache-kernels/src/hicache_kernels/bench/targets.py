@@ -100,7 +100,12 @@ def evaluate_targets(report: Report) -> tuple[Target, ...]:
         return case.direction is Direction.LOAD and case.policy == "auto" and not covered
 
     def direct(direction: Direction) -> Callable[[Case], bool]:
-        return lambda case: case.direction is direction and case.policy == "direct" and case.block_quota == MOST_CTAS
+        return lambda case: (
+            case.direction is direction
+            and case.policy == "direct"
+            and case.block_quota == MOST_CTAS
+            and not case.layer_by_layer
+        )
 
     def first_layer(case: Case, measurement: Measurement) -> float:
         return measurement.first_layer_share * case.shape.layers
