@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_controller.events import COMPLETED, EventGroup, HostSignal
+from hicache_controller.events import COMPLETED, EventGroup, HostSignal, StreamSignal, wait_until_done
 from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
 from hicache_controller.lanes import CpuDevice, InlineLane, LanePair, LaneStoppedError, ThreadLane
 from hicache_kernels import TransferResult
@@ -182,3 +182,68 @@ def test_a_load_of_one_pool_can_be_one_call_with_an_event_a_layer(make_stack, mo
     assert ack.error is None
     assert fired[:3] == [(event,) for event in events]
     assert stack.same(stack.rows(device), rows)
+
+
+class FakeCudaEvent:
+    def __init__(self):
+        self.come, self.waited = False, []
+
+    def query(self):
+        return self.come
+
+    def wait(self, stream=None):
+        self.waited.append(stream)
+
+    def synchronize(self):
+        self.come = True
+
+
+def test_a_stream_signal_stands_for_the_events_it_was_first_fired_with():
+    signal, events, late = StreamSignal(), [FakeCudaEvent(), FakeCudaEvent()], FakeCudaEvent()
+    assert not signal.query()
+    signal.fire(events)
+    signal.fire([late])
+    assert not signal.query()
+    signal.wait()
+    signal.wait("a stream")
+    assert [event.waited for event in (*events, late)] == [[None, "a stream"]] * 2 + [[]]
+    events[0].come = True
+    assert not signal.query()
+    signal.synchronize()
+    assert signal.query()
+
+
+def test_a_stream_signal_that_nobody_has_fired_holds_its_waiters(in_thread):
+    signal, event = StreamSignal(), FakeCudaEvent()
+    waiter = in_thread(signal.wait)
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    signal.fire([event])
+    waiter.join()
+    assert event.waited == [None]
+
+
+def test_waiting_with_a_limit_tells_whether_the_event_has_come():
+    event = FakeCudaEvent()
+    assert not wait_until_done(event, 0)
+    event.come = True
+    assert wait_until_done(event, 0)
+    assert wait_until_done(COMPLETED, 0)
+    assert not wait_until_done(HostSignal(), 0)
+
+
+def test_an_interrupted_submission_gives_its_slots_back_by_way_of_the_ack(make_stack, monkeypatch):
+    stack = make_stack()
+    device = stack.alloc(2)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.controller.engine, "submit_device_to_host", interrupted)
+        stack.controller.write(device, node_id=1)
+        with pytest.raises(KeyboardInterrupt):
+            stack.controller.start_writing()
+    (ack,) = stack.controller.poll_writes()
+    assert isinstance(ack.error, KeyboardInterrupt)
+    assert stack.used() == (2, 0)

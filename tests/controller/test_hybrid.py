@@ -383,3 +383,26 @@ def test_no_controller_knows_about_drafts():
     """A draft is a transfer like any other: nothing in a controller is there for drafts alone."""
     names = [name for kind in HybridCacheController.__mro__[:-1] for name in vars(kind)]
     assert not [name for name in names if "draft" in name]
+
+
+def test_states_move_without_the_anchor(make_hybrid):
+    """A recurrent state is checkpointed where no attention page is new; the anchor's sidecars stay where they are."""
+    stack = make_hybrid()
+    states = stack.allocators["mamba"].alloc(2)
+    nothing = torch.empty(0, dtype=torch.int64)
+    _, rows = stack.compute(nothing, states)
+    out = PoolTransfer("mamba", device_indices=states)
+    assert stack.controller.write(nothing, node_id=1, pool_transfers=[out]).numel() == 0
+    stack.controller.start_writing()
+    (ack,) = stack.controller.poll_writes(wait=True)
+    assert (ack.node_ids, ack.error) == ((1,), None)
+    stack.controller.evict_device(states, pool="mamba")
+    back = PoolTransfer("mamba", host_indices=out.host_indices)
+    assert stack.controller.load(nothing, node_id=2, pool_transfers=[back]).numel() == 0
+    stack.controller.start_loading()
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert (ack.node_ids, ack.error) == ((2,), None)
+    assert same(stack.rows(nothing, back.device_indices), ([t[:0] for t in stack.tensors()[0]], rows))
+    stack.controller.load(nothing, node_id=3, pool_transfers=[PoolTransfer("mamba", host_indices=out.host_indices)])
+    assert stack.controller.cancel_load(3)
+    assert stack.used() == used(0, 2, 0, 2)

@@ -110,12 +110,23 @@ class OperationQueue:
         for part in self.waiting:
             self.waiting_uses.remove(part)
         self.waiting.clear()
-        try:
-            started = StartedOperation(operation, self._submit(operation))
-        except Exception as error:
-            logger.debug("submitting a transfer failed", exc_info=True)
-            started = StartedOperation(operation, None, error)
+        started = StartedOperation(operation, None)
+        # Whatever interrupts the submission, its slots go back by way of its ack.
         self.started.append(started)
+        try:
+            started.handle = self._submit(operation)
+        except BaseException as error:
+            started.submit_error = error
+            logger.debug("submitting operation=%d nodes=%s failed", operation.id, operation.node_ids, exc_info=True)
+            if not isinstance(error, Exception):
+                raise
+        logger.debug(
+            "started operation=%d nodes=%s slots=%d pools=%d",
+            operation.id,
+            operation.node_ids,
+            operation.host_indices.numel(),
+            len(operation.pool_transfers) + 1,
+        )
         return started
 
     def poll(self, wait: bool) -> list[Ack]:
@@ -190,6 +201,7 @@ class OperationQueue:
     def _finish(self, started: StartedOperation, error: BaseException | None, acks: list[Ack]) -> None:
         """Let the slots go where they have to, and add the ack unless all of it was cancelled."""
         self._finished(started)
+        logger.debug("finished operation=%d nodes=%s error=%r", started.operation.id, started.operation.node_ids, error)
         parts: Sequence[CacheOperation] = started.operation.parts
         for part in parts:
             if error is not None or part.cancelled:
