@@ -170,7 +170,7 @@ def test_write_back_reads_what_the_current_stream_wrote_and_releases_before_host
 
 
 @pytest.mark.parametrize("policy", PATHS)
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True, "events"])
 def test_work_after_a_load_on_the_current_stream_sees_the_rows(pools, gpu, policy, by_layer):
     pool = pools.random_pool("page_first_direct", (2048, 2048), layers=6, pages=64, page_size=8, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy=policy)
@@ -183,7 +183,10 @@ def test_work_after_a_load_on_the_current_stream_sees_the_rows(pools, gpu, polic
         torch.cuda._sleep(5_000_000)
         for tensor in pool.rows:
             tensor.fill_(1)
-        if by_layer:
+        if by_layer == "events":
+            transfer.load(host, device, layer_events=True)
+            seen = [tensor.clone() for tensor in pool.rows]
+        elif by_layer:
             seen = []
             for layer in range(6):
                 transfer.load(host, device, layer=layer)
@@ -195,9 +198,10 @@ def test_work_after_a_load_on_the_current_stream_sees_the_rows(pools, gpu, polic
     assert all(int(tensor[: 64 * 8].min()) == int(tensor[: 64 * 8].max()) == 5 for tensor in seen)
 
 
-def test_layer_events_are_recorded_in_order_and_behind_their_rows(pools, gpu):
+@pytest.mark.parametrize("policy", PATHS)
+def test_layer_events_are_recorded_in_order_and_behind_their_rows(pools, gpu, policy):
     pool = pools.random_pool("page_first_direct", (2048, 2048), layers=6, pages=64, page_size=8, device=gpu)
-    transfer = PlaneTransfer(pool.planes, policy="staged")
+    transfer = PlaneTransfer(pool.planes, policy=policy)
     host, device = pool.slots(torch.arange(64)), pool.slots(torch.arange(64))
     transfer.load(host, device)
     wait()

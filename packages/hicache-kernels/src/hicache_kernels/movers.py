@@ -15,7 +15,11 @@ from .rows import OtherSide, RowTables, build_tables
 from .staging import Direction, StagingRing
 
 DIRECT_THREADS = 1024
-"""Threads of a CTA of a direct transfer: few, full CTAs keep the bus busy with the fewest SMs."""
+"""Threads of a CTA of a direct write-back: few, full CTAs keep the bus busy with the fewest SMs."""
+DIRECT_LOAD_THREADS = 2560
+"""Threads of a direct load, all CTAs together: 64 bytes each, just over what the bus has under way in its 2 us of latency.
+
+More would only queue up, and then drain with the bus half idle at the end of every layer."""
 STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -78,7 +82,10 @@ class DirectMover:
         groups = self._described.get(key)
         if groups is None:
             groups = self._described[key] = tvm_ffi.from_dlpack(self._tables.groups(to_device=to_device, layer=layer))
-        self._move(groups, source_indices, destination_indices, blocks, DIRECT_THREADS, stream)
+        threads = DIRECT_THREADS
+        if to_device:
+            threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
+        self._move(groups, source_indices, destination_indices, blocks, threads, stream)
 
 
 def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:

@@ -271,7 +271,8 @@ class PlaneTransfer:
                 reference.write_back(self.planes, host_indices, device_indices)
                 return TransferResult(plan.path, plan.reason, size, indices.runs)
             if plan.path == planner.DIRECT:
-                self._move_direct(indices, False, None, plan.block_quota, stream)
+                host_slots = self._indices.host_slots(indices)
+                self._move_direct(indices, host_slots, False, None, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
             pages = _host_pages(indices)
@@ -343,13 +344,11 @@ class PlaneTransfer:
                 return TransferResult(plan.path, plan.reason, size, indices.runs)
             events: list[torch.cuda.Event] = []
             if plan.path == planner.DIRECT:
-                if layer_events:
-                    for each in range(first, end):
-                        self._move_direct(indices, True, each, plan.block_quota, stream)
-                        if stream is not None:
-                            events.append(stream.record_event())
+                if layer_events and stream is not None:
+                    events = self._load_layers_direct(indices, range(first, end), max(1, plan.block_quota), stream)
                 else:
-                    self._move_direct(indices, True, layer, plan.block_quota, stream)
+                    host_slots = self._indices.host_slots(indices)
+                    self._move_direct(indices, host_slots, True, layer, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, tuple(events))
             pages = _host_pages(indices)
@@ -423,6 +422,7 @@ class PlaneTransfer:
     def _move_direct(
         self,
         indices: OperationIndices,
+        host_slots: torch.Tensor,
         to_device: bool,
         layer: int | None,
         blocks: int,
@@ -431,7 +431,7 @@ class PlaneTransfer:
         mover, reason = self._direct
         if mover is None:
             raise planner.PathUnavailableError(reason)
-        host_slots, device_slots = self._indices.host_slots(indices), indices.device_slots
+        device_slots = indices.device_slots
         source, destination = (host_slots, device_slots) if to_device else (device_slots, host_slots)
         mover.move(
             source,
@@ -443,6 +443,33 @@ class PlaneTransfer:
         )
         if stream is not None and not torch.cuda.is_current_stream_capturing():
             mover.tables.record_stream(stream)
+
+    def _load_layers_direct(
+        self, indices: OperationIndices, layers: range, blocks: int, stream: torch.cuda.Stream
+    ) -> list[torch.cuda.Event]:
+        """Queue a kernel and an event a layer, on two streams in turn.
+
+        While one layer's kernel starts or drains, the other stream's keeps the bus busy; each gets half the CTAs, so
+        that both together hold no more than the quota.
+        """
+        host_slots = self._indices.host_slots(indices)
+        lanes = self._direct_lanes[: min(2, blocks)]
+        fork = stream.record_event()
+        for lane in lanes:
+            lane.wait_event(fork)
+        events = []
+        for layer in layers:
+            lane = lanes[layer % len(lanes)]
+            self._move_direct(indices, host_slots, True, layer, blocks // len(lanes), lane)
+            events.append(lane.record_event())
+        # Whatever the lanes read is reused behind this stream's later work only.
+        for lane in lanes:
+            stream.wait_stream(lane)
+        return events
+
+    @functools.cached_property
+    def _direct_lanes(self) -> tuple[torch.cuda.Stream, ...]:
+        return tuple(torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     # ---- devices and indices
 
