@@ -268,10 +268,12 @@ class Replay:
         )
         self.rows = Rows(options) if options.data else None
         self._offsets = np.arange(options.block_tokens, dtype=np.int64)
+        # Without rows a page's tokens need no slots of their own; one slot stands for the page.
+        self._slots_per_page = options.page_size if options.data else 1
         self._own_directory: Path | None = None
         # Storage first: an unusable directory must not cost the allocation of the pools.
         self.storage = self._open_storage()
-        device_allocator = ExtentAllocator(options.l1_pages, options.page_size)
+        device_allocator = ExtentAllocator(options.l1_pages, self._slots_per_page)
         device_pool = self._describe_device_pool()
         self.host_pool = self._make_host_pool(device_pool)
         entry = PoolEntry(
@@ -291,7 +293,7 @@ class Replay:
         if self.storage is not None:
             self.controller.attach_storage_backend(self.storage)
         self.cache = UnifiedRadixCache(
-            self.controller, device_allocator, page_size=options.page_size, write_policy=options.write_policy
+            self.controller, device_allocator, page_size=self._slots_per_page, write_policy=options.write_policy
         )
 
     def __enter__(self) -> Replay:
@@ -401,7 +403,7 @@ class Replay:
     def _make_host_pool(self, device_pool: MHATokenToKVPool | MLATokenToKVPool | None) -> HostPool:
         options = self.options
         if device_pool is None:
-            return NullPoolHost(options.l2_pages, options.page_size)
+            return NullPoolHost(options.l2_pages, self._slots_per_page)
         kind = MLATokenToKVPoolHost if options.pool == "mla" else MHATokenToKVPoolHost
         return kind(device_pool, 0, 0, options.page_size, pages=options.l2_pages)
 
