@@ -17,7 +17,7 @@ from .staging import Direction, StagingRing
 DIRECT_THREADS = 1024
 """Threads of a CTA of a direct write-back: few, full CTAs keep the bus busy with the fewest SMs."""
 DIRECT_LOAD_THREADS = 2560
-"""Threads of a direct load, all CTAs together: 64 bytes each, just over what the bus has under way in its 2 us of latency.
+"""Threads of a direct load, all CTAs together: at 64 bytes each, just over what the bus has under way in 2 us.
 
 More would only queue up, and then drain with the bus half idle at the end of every layer."""
 STAGED_THREADS = 512
