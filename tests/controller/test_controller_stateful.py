@@ -47,7 +47,27 @@ class ControllerMachine(RuleBasedStateMachine):
         self.writes, self.loads, self.backups = {}, {}, {}
         self.prefetches = []
         self.host_owned, self.device_owned = 0, 0
-        self.closed = False
+        self.alive, self.reclaim_fails = [], False
+        self.stack.entry.host_evict_fn = self.reclaim
+
+    def reclaim(self, slots):
+        """What a tree does when the host is short: evict the oldest, even if something still reads it."""
+        while slots > 0 and self.alive:
+            entry = self.alive.pop(0)
+            slots -= len(entry.host)
+            self.controller.evict_host(entry.host)
+            self.host_owned -= len(entry.host) // 4
+            entry.host = None
+            if self.reclaim_fails:
+                raise RuntimeError("injected")
+
+    def keep(self, entry):
+        self.alive.append(entry)
+        return entry
+
+    @rule(fails=st.booleans())
+    def fault_in_reclaim(self, fails):
+        self.reclaim_fails = fails
 
     def open_gates(self):
         """Before whatever may block this thread."""
@@ -83,6 +103,8 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(entry=on_host, first=st.integers(0, 3))
     def load(self, entry, first):
+        if entry.host is None:
+            return
         start = first * 4 % len(entry.host)
         node = self.node()
         device = self.controller.load(entry.host[start:], node_id=node)
@@ -101,7 +123,7 @@ class ControllerMachine(RuleBasedStateMachine):
                 self.controller.evict_device(device)
                 self.device_owned -= len(device) // 4
                 if ack.error is None:
-                    done.append(Written(host, rows))
+                    done.append(self.keep(Written(host, rows)))
                 else:
                     self.host_owned -= len(host) // 4
         return multiple(*done)
@@ -138,19 +160,25 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(entry=consumes(on_host))
     def evict(self, entry):
+        if entry.host is None:
+            return
+        self.alive.remove(entry)
         self.controller.evict_host(entry.host)
         self.host_owned -= len(entry.host) // 4
 
     @rule(target=on_host, entry=consumes(on_host))
     def evict_tail(self, entry):
-        if len(entry.host) == 4:
+        if entry.host is None or len(entry.host) == 4:
             return entry
+        self.alive.remove(entry)
         self.controller.evict_host(entry.host[4:])
         self.host_owned -= len(entry.host) // 4 - 1
-        return Written(entry.host[:4], [rows[:4] for rows in entry.rows], entry.keys and entry.keys[:1])
+        return self.keep(Written(entry.host[:4], [rows[:4] for rows in entry.rows], entry.keys and entry.keys[:1]))
 
     @rule(entry=on_host)
     def backup(self, entry):
+        if entry.host is None:
+            return
         entry.keys = entry.keys or self.stack.keys(len(entry.host) // 4)
         node = self.node()
         self.backups[node] = len(entry.keys)
@@ -187,11 +215,9 @@ class ControllerMachine(RuleBasedStateMachine):
         if pages * 4 < len(host):
             self.controller.evict_host(host[pages * 4 :])
             self.host_owned -= len(host) // 4 - pages
-        return (
-            multiple(Written(host[: pages * 4], [each[: pages * 4] for each in rows], keys[:pages]))
-            if pages
-            else multiple()
-        )
+        if not pages:
+            return multiple()
+        return self.keep(Written(host[: pages * 4], [each[: pages * 4] for each in rows], keys[:pages]))
 
     @rule(which=st.integers(0, 6))
     def hold(self, which):

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from hicache_controller.events import HostSignal
+from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
 from hicache_controller.storage_worker import PrefetchPolicy, StorageThread
 from hicache_pools.group import PoolEntry
@@ -305,6 +307,35 @@ def test_slots_of_a_prefetch_that_hangs_stay_in_flight_until_storage_answers(mak
     assert operation.completed_pages == 0
 
 
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_storage_that_loses_and_garbles_pages_never_loads_a_wrong_byte(make_stack, every):
+    stack = make_stack(storage_settings=StorageSettings(retry_seconds=0, backup_retries=0, batch_pages=2))
+    backend = FaultyStorage(MemoryStorage(), fail_store_every=every, fail_load_every=every + 1)
+    stack.controller.attach_storage_backend(backend)
+    kept = []
+    for node in range(12):
+        host, rows = stack.written(4)
+        keys = stack.keys(4)
+        stack.controller.backup(host, keys, parents=[None, *keys[:-1]], node_id=node)
+        (ack,) = stack.controller.poll_backups(wait=True)
+        assert (ack.error is None) is (ack.stored_pages == 4)
+        assert stack.controller.storage_exists(keys) == ack.stored_pages
+        stack.controller.evict_host(host)
+        kept.append((keys, rows, ack.stored_pages))
+    assert any(pages < 4 for _, _, pages in kept)
+    served = 0
+    for keys, rows, pages in kept:
+        host = stack.group.alloc(16)
+        got = stack.controller.prefetch(host, keys, request_id="r").wait()
+        assert got <= pages
+        served += got
+        if got:
+            assert stack.same(stack.loaded(host[: got * 4]), [each[: got * 4] for each in rows])
+        stack.controller.evict_host(host)
+    assert 0 < served < 48
+    assert stack.used() == (0, 0)
+
+
 # Attach and detach
 
 
@@ -452,6 +483,23 @@ def test_shutdown_with_storage_in_flight_loses_no_slot(make_stack):
     assert [ack.node_id for ack in stack.controller.poll_backups(wait=True)] == [1]
     assert stack.used() == (0, 5)
     assert len(stack.controller.engine.in_flight) == 0
+
+
+def test_shutdown_ends_a_backup_behind_the_batch_that_is_stored(make_stack, in_thread):
+    stack = make_stack(storage=True, storage_settings=QUICK)
+    host, _ = stack.written(6)
+    keys = stack.keys(6)
+    stack.storage.set_gate.close()
+    stack.controller.backup(host, keys, node_id=1)
+    stack.storage.set_gate.wait_entered()
+    stopping = stack.controller.storage._attached.backups.stopping
+    shutdown = in_thread(stack.controller.shutdown)
+    assert stopping.wait(30)
+    stack.storage.set_gate.open()
+    shutdown.join()
+    (ack,) = stack.controller.poll_backups()
+    assert ack.stored_pages == 2
+    assert "2 of 6 pages" in str(ack.error)
 
 
 def test_settings_out_of_range_raise():

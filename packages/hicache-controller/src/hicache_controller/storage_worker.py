@@ -432,15 +432,17 @@ class StorageMover:
 
     def backup(self, task: BackupOperation, stopping: threading.Event) -> None:
         """Store pages in order; behind a page that cannot be stored nothing is, as nobody would find it."""
-        while task.stored_pages < task.pages and not task.cancelled:
+        while task.stored_pages < task.pages and not stopping.is_set():
             start = task.stored_pages
             end = min(start + self._batch_pages, task.pages)
             stored = min(self._store(part.batch(start, end), stopping) for part in task.whole_parts)
             task.stored_pages += stored
             self._metrics.count("backup_pages", stored)
             if stored < end - start:
-                self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
-                return
+                break
+        if task.stored_pages < task.pages:
+            self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
+            return
         for part in task.trailing_parts:
             if self._store(part, stopping) < len(part.keys):
                 self._metrics.count("backup_failed_pages", len(part.keys))
