@@ -1,7 +1,7 @@
 """One of two processes that share a storage directory: ``prefill`` computes and stores, ``decode`` loads and checks.
 
-Usage: ``program ROLE DIRECTORY WORDS...``; prints how many pages were found. The bytes of a page follow from its key, so
-that either process knows what they must be.
+Usage: ``program ROLE DIRECTORY WORDS...``; prints how many pages were found. The bytes of a page follow from its key,
+so that either process knows what they must be.
 """
 
 import runpy

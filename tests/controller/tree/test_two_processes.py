@@ -19,4 +19,3 @@ def test_decode_process_loads_what_the_prefill_process_stored(tmp_path: Path) ->
     words = [random.randrange(100) for _ in range(6)]
     assert run("prefill", tmp_path, words) == 0
     assert run("decode", tmp_path, words) == 6
-    assert run("prefill", tmp_path, [*words, 7, 8]) == 6
