@@ -189,3 +189,30 @@ def test_state_lost_in_memory_comes_from_storage_under_attention_that_stayed(
     assert model.serve((1, 2, 3)) == 3
     model.cache.check_integrity()
     model.empty()
+
+
+def test_window_cut_by_a_split_is_completed_by_the_next_insert(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(windows=(8, 8))
+    gate = model.gate("write", "swa")
+    gate.close()
+    match = model.cache.match_prefix(keys_of((1, 2, 3)))
+    pages, windows = model.compute(match, 3)
+    first = model.cache.insert(match, pages, windows=windows).match
+    gate.wait_entered()
+    # The head of the split keeps one page of the window that is being written; two are needed.
+    match = model.cache.match_prefix(keys_of((1, 2)))
+    assert match.pages == 0
+    pages, windows = model.compute(match, 2)
+    second = model.cache.insert(match, pages, windows=windows).match
+    model.verify_match(second)
+    gate.open()
+    model.cache.drain()
+    for match in (first, second):
+        model.verify_match(match)
+        model.cache.release(match)
+    model.cache.check_integrity()
+    model.cache.evict_window_device("swa", 8)
+    model.cache.evict_device(8)
+    assert model.serve((1, 2)) == 2
+    assert model.serve((1, 2, 3)) == 3
+    model.empty()

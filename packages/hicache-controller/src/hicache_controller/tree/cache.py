@@ -17,7 +17,7 @@ from . import integrity
 from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
-from .node import NO_PAGES, Pages, TreeNode, WindowPart
+from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .policies import EvictionStrategy, Quota, WritePolicy
 from .results import InsertResult, Match, TreeStats, WindowStats
 from .retraction import Retraction
@@ -153,7 +153,7 @@ class UnifiedRadixCache(TreeTransfers):
 
     def device_page_numbers(self, match: Match) -> Pages:
         """Device pages of the match's leading ``device_pages``, in order."""
-        parts = [node.device for node in self._path(match.device_node) if node.device is not None]
+        parts = [unpack(node.device) for node in self._path(match.device_node) if node.device is not None]
         return np.concatenate(parts[::-1]) if parts else NO_PAGES
 
     def window_page_numbers(self, match: Match, name: PoolName | str) -> Pages:
@@ -164,14 +164,11 @@ class UnifiedRadixCache(TreeTransfers):
         ValueError
             If some are on the host; load_back must come first.
         """
-        pool = self.windows[str(name)]
-        left, found = pool.window_pages, []
-        for part in self._window(match.node, str(name)) or ():
-            if part.device is None:
+        found = []
+        for part, needed in self._window(match.node, str(name)) or ():
+            if part.device is None or len(part.device) < needed:
                 raise ValueError(f"the match has pages of {name!s} on the host; load_back must come first")
-            size = min(left, part.node.pages)
-            found.append(part.device[len(part.device) - size :])
-            left -= size
+            found.append(part.device[len(part.device) - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
     def _match_at(
@@ -209,7 +206,7 @@ class UnifiedRadixCache(TreeTransfers):
             if selective and write is None and above.hits >= self.selective_hits and above.device is not None:
                 write = above
         for name in self.windows:
-            for part in self._window(node, name) or ():
+            for part, _ in self._window(node, name) or ():
                 part.last_access = self._tick
         if write is not None:
             if write.host is None:
@@ -294,7 +291,7 @@ class UnifiedRadixCache(TreeTransfers):
 
     def _mark_stored(self, node: TreeNode, transfers: list[PoolTransfer]) -> None:
         for transfer in transfers:
-            for part in self._window(node, str(transfer.name)) or ():
+            for part, _ in self._window(node, str(transfer.name)) or ():
                 part.stored = part.host is not None and part.write is None
 
     def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
@@ -403,12 +400,17 @@ class UnifiedRadixCache(TreeTransfers):
         parts: dict[str, list[WindowPart]] = {}
         for part in match.host_pin.parts:
             parts.setdefault(part.name, []).append(part)
-        hosts = [node.host for node in nodes if node.host is not None]
+        hosts = [unpack(node.host) for node in nodes if node.host is not None]
         slots = self._slots(np.concatenate(hosts) if hosts else NO_PAGES)
         if not self._make_device_room(len(slots) // self.page_size):
             return False
         transfers = []
         for name, mine in parts.items():
+            for part in mine:
+                # What the device has of it is too short, and comes again with the rest.
+                if part.device_pins:
+                    return False
+                self._drop_window(part, device=True)
             pages = np.concatenate([part.host for part in mine if part.host is not None])
             if not self._make_window_room(name, len(pages)):
                 return False
@@ -450,7 +452,7 @@ class UnifiedRadixCache(TreeTransfers):
     def _windows_on_device(self, node: TreeNode) -> bool:
         for name in self.windows:
             parts = self._window(node, name)
-            if parts is None or any(part.device is None for part in parts):
+            if parts is None or any(part.on_device < needed for part, needed in parts):
                 return False
         return True
 
@@ -597,7 +599,7 @@ class UnifiedRadixCache(TreeTransfers):
                     f"pool {entry.name!s} has {what} {mine}; it shares the slots of {spec.indices_from_pool!s}, which "
                     f"has {theirs}, and needs {'the same' if what == 'page_size' else 'at least as many'}"
                 )
-        if self.root.children:
+        if self.root.children is not None:
             raise ValueError(
                 f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
                 "or after reset"
@@ -647,7 +649,7 @@ class UnifiedRadixCache(TreeTransfers):
                     self._free_window_pages(part.name, part.device, device=True)
                 part.device = part.host = None
             if node.device is not None:
-                self.controller.evict_device(self._slots(node.device))
+                self.controller.evict_device(self._slots(unpack(node.device)))
             # Queues and old matches may still hold it; it has nothing any more.
             node.device = node.host = None
         self.controller.reset()

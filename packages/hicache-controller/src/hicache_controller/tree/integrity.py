@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 
 import numpy as np
 
 from .components import WindowPool
-from .node import Pages, TreeNode, WindowPart
+from .node import Pages, TreeNode, WindowPart, unpack
 
 
 def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
@@ -26,8 +26,8 @@ def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
 
 
 def _check_children(node: TreeNode) -> None:
-    for key, child in (node.children or {}).items():
-        if child.parent is not node or child.key(0) != key:
+    for child in node.all_children():
+        if child.parent is not node or node.child(child.key(0)) is not child:
             raise RuntimeError(f"node {child.id} hangs wrongly below node {node.id}")
     counts = (
         sum(child.device is not None for child in node.all_children()),
@@ -58,7 +58,7 @@ def _check_node(node: TreeNode, root: TreeNode, parts: dict[str, list[Pages]]) -
             raise RuntimeError(f"node {node.id} has a {name} part and its parent has none")
         if not lock and not children and not node.queued & bit:
             raise RuntimeError(f"node {node.id} is an unlocked leaf of the {name} and does not wait for eviction")
-        parts[name].append(mine)
+        parts[name].append(unpack(mine))
     in_flight = [operation for operation in (node.write, node.load, node.backup) if operation is not None]
     if any(node not in operation.nodes for operation in in_flight):
         raise RuntimeError(f"node {node.id} is not among the nodes of its own transfer")
@@ -103,7 +103,7 @@ def draw(root: TreeNode) -> str:
     return "\n".join(lines)
 
 
-def _letters(device: Pages | None, host: Pages | None, stored: bool) -> str:
+def _letters(device: Sized | None, host: Sized | None, stored: bool) -> str:
     return "".join(
         letter if present else "-"
         for letter, present in (("D", device is not None), ("H", host is not None), ("S", stored))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,18 @@ Pages = npt.NDArray[np.int64]
 """Page numbers of one pool on one side."""
 
 NO_PAGES: Pages = np.empty(0, np.int64)
+
+PackedPages = array  # of int32: a third of what a numpy array of a few pages takes
+
+
+def pack(pages: Pages) -> PackedPages[int]:
+    """Copy page numbers into the form nodes keep them in."""
+    return array("i", pages.astype(np.int32).tobytes())
+
+
+def unpack(pages: PackedPages[int]) -> Pages:
+    """Copy page numbers out of a node."""
+    return np.frombuffer(pages, np.int32).astype(np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +76,8 @@ class WindowPart:
 
     Attributes
     ----------
+    id
+        Unique in the tree.
     node
         Whose pages.
     name
@@ -74,6 +90,7 @@ class WindowPart:
         Storage has the pages of the host side.
     """
 
+    id: int
     node: TreeNode
     name: str
     device: Pages | None = None
@@ -89,9 +106,24 @@ class WindowPart:
     @property
     def covered(self) -> int:
         """Last pages of the node that are there on some side."""
-        if self.device is not None:
-            return len(self.device)
+        return max(self.on_device, self.on_host)
+
+    @property
+    def on_device(self) -> int:
+        """Last pages of the node that are there on the device."""
+        return 0 if self.device is None else len(self.device)
+
+    @property
+    def on_host(self) -> int:
+        """Last pages of the node that are there on the host."""
         return 0 if self.host is None else len(self.host)
+
+
+class Needed(NamedTuple):
+    """A window part, and how many of its last pages a prefix needs."""
+
+    part: WindowPart
+    pages: int
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +137,7 @@ class TreeNode:
     device, host
         Page numbers, or None.
     children
-        By the key of their first page; None while there are none.
+        None, the only one, or by the key of their first page where there are several: most nodes have one.
     device_children, host_children
         How many children have that part; a leaf of the tier has none.
     stored
@@ -124,10 +156,10 @@ class TreeNode:
     parent: TreeNode | None
     keys: bytes
     owner: int = 0
-    device: Pages | None = None
-    host: Pages | None = None
+    device: PackedPages[int] | None = None
+    host: PackedPages[int] | None = None
     stored: bool = False
-    children: dict[bytes, TreeNode] | None = None
+    children: TreeNode | dict[bytes, TreeNode] | None = None
     device_children: int = 0
     host_children: int = 0
     device_lock: int = 0
@@ -163,11 +195,42 @@ class TreeNode:
 
     def child(self, key: bytes) -> TreeNode | None:
         """Return the child whose first page has this key."""
-        return None if self.children is None else self.children.get(key)
+        children = self.children
+        if isinstance(children, TreeNode):
+            return children if children.keys.startswith(key) else None
+        return None if children is None else children.get(key)
 
     def all_children(self) -> list[TreeNode]:
         """Return the children; a list of its own."""
-        return [] if self.children is None else list(self.children.values())
+        children = self.children
+        if isinstance(children, TreeNode):
+            return [children]
+        return [] if children is None else list(children.values())
+
+    def add_child(self, child: TreeNode) -> None:
+        """Add a child with another first page than its siblings'."""
+        if self.children is None:
+            self.children = child
+            return
+        if isinstance(self.children, TreeNode):
+            self.children = {self.children.key(0): self.children}
+        self.children[child.key(0)] = child
+
+    def replace_child(self, child: TreeNode, other: TreeNode) -> None:
+        """Put another node with the same first page in a child's place."""
+        if isinstance(self.children, dict):
+            self.children[other.key(0)] = other
+        elif self.children is child:
+            self.children = other
+
+    def remove_child(self, child: TreeNode) -> None:
+        """Take a child out."""
+        if self.children is child:
+            self.children = None
+        elif isinstance(self.children, dict):
+            del self.children[child.key(0)]
+            if len(self.children) == 1:
+                (self.children,) = self.children.values()
 
     def window(self, name: str) -> WindowPart | None:
         """Return its part in a windowed pool."""

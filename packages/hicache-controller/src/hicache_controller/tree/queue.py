@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -12,14 +11,13 @@ Rank = tuple[float, float, int]
 
 
 class Queueable(Protocol):
-    """Anything with a word of bits in which queues note that it is in them."""
+    """Anything with a number of its own, and a word of bits in which queues note that it is in them."""
 
     queued: int
+    id: int
 
 
 Item = TypeVar("Item", bound=Queueable)
-
-_order = itertools.count()
 
 
 class EvictionQueue(Generic[Item]):
@@ -47,7 +45,7 @@ class EvictionQueue(Generic[Item]):
         """Let an item wait, unless it does or may not leave."""
         if not item.queued & self._bit and self._evictable(item):
             item.queued |= self._bit
-            heapq.heappush(self._heap, (*self._rank(item), next(_order), item))
+            heapq.heappush(self._heap, (*self._rank(item), item.id, item))
 
     def pop(self) -> Item | None:
         """Take out the evictable item of the lowest rank."""

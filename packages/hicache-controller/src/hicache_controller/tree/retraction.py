@@ -148,8 +148,8 @@ class Retraction:
         """Pin on the host what the prefix needs of windowed pools, after writing it if need be."""
         cache = self._cache
         for name in cache.windows:
-            for part in cache._window(node, name) or ():
-                if part.host is None and not cache._write_window(part):
+            for part, needed in cache._window(node, name) or ():
+                if part.on_host < needed and not cache._write_window(part):
                     return False
                 cache._pin(part, pin, device=False)
         while any(part.write is not None for part in pin.parts):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..controller import HiCacheController
@@ -15,7 +16,7 @@ from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
 from .keys import KEY_BYTES, common_pages, key_list
-from .node import Operation, Pages, Pin, TreeNode, WindowPart
+from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, pack, unpack
 from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
 from .queue import EvictionQueue
 
@@ -161,17 +162,17 @@ class TreeStructure:
 
     # Windows of a prefix
 
-    def _window(self, node: TreeNode, name: str) -> list[WindowPart] | None:
-        """Parts that a prefix ending with ``node`` needs in a windowed pool, the last first; None where some lack."""
+    def _window(self, node: TreeNode, name: str) -> list[Needed] | None:
+        """Return what a prefix ending with ``node`` needs in a windowed pool, the last first; None where some is missing."""
         left = self.windows[name].window_pages
-        parts: list[WindowPart] = []
+        parts: list[Needed] = []
         for above in self._path(node):
-            part = above.window(name)
-            if part is None or part.covered < min(left, above.pages):
+            part, needed = above.window(name), min(left, above.pages)
+            if part is None or part.covered < needed:
                 return None
-            parts.append(part)
-            left -= above.pages
-            if left <= 0:
+            parts.append(Needed(part, needed))
+            left -= needed
+            if not left:
                 break
         return parts
 
@@ -194,8 +195,8 @@ class TreeStructure:
         """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
         device, host = Pin(), Pin()
         for name in self.windows:
-            for part in self._window(node, name) or ():
-                if part.device is not None:
+            for part, needed in self._window(node, name) or ():
+                if part.on_device >= needed:
                     self._pin(part, device, device=True)
                 else:
                     self._pin(part, host, device=False)
@@ -217,20 +218,17 @@ class TreeStructure:
     # Shape of the tree
 
     def _add_child(self, parent: TreeNode, keys: bytes, owner: int) -> TreeNode:
-        node = TreeNode(self._next_id, parent, keys, owner, last_access=self._tick)
-        self._next_id += 1
-        if parent.children is None:
-            parent.children = {}
-        parent.children[node.key(0)] = node
+        node = TreeNode(self._new_id(), parent, keys, owner, last_access=self._tick)
+        parent.add_child(node)
         return node
 
     def _split(self, node: TreeNode, at: int) -> TreeNode:
         """Cut a node in two and return the new head; the node itself stays the tail, with its locks and its id."""
         parent = node.parent
-        if parent is None or parent.children is None:
+        if parent is None:
             raise RuntimeError("the root cannot be split")
         head = TreeNode(
-            self._next_id,
+            self._new_id(),
             parent,
             node.keys[: at * KEY_BYTES],
             node.owner,
@@ -240,7 +238,6 @@ class TreeStructure:
             priority=node.priority,
             last_access=node.last_access,
         )
-        self._next_id += 1
         node.keys = node.keys[at * KEY_BYTES :]
         if node.device is not None:
             head.device, node.device = node.device[:at], node.device[at:]
@@ -255,8 +252,8 @@ class TreeStructure:
                 operation.nodes.append(head)
         # The head needs no locks of its own: its tail is locked, so it is no leaf.
         head.write, head.load, head.backup = node.write, node.load, node.backup
-        parent.children[head.key(0)] = head
-        head.children = {node.key(0): node}
+        parent.replace_child(node, head)
+        head.children = node
         node.parent = head
         for part in node.all_windows():
             self._split_window(part, head, node.pages)
@@ -267,7 +264,13 @@ class TreeStructure:
         if part.covered <= tail_pages and (part.host is None or len(part.host) <= tail_pages):
             return
         upper = WindowPart(
-            head, part.name, stored=part.stored, write=part.write, load=part.load, last_access=part.last_access
+            self._new_id(),
+            head,
+            part.name,
+            stored=part.stored,
+            write=part.write,
+            load=part.load,
+            last_access=part.last_access,
         )
         if part.device is not None and len(part.device) > tail_pages:
             upper.device, part.device = part.device[:-tail_pages], part.device[-tail_pages:]
@@ -286,23 +289,20 @@ class TreeStructure:
         for part in node.all_windows():
             self._drop_window(part, device=True)
             self._drop_window(part, device=False)
-        parent = node.parent
-        if parent is not None and parent.children is not None:
-            del parent.children[node.key(0)]
-            if not parent.children:
-                parent.children = None
+        if node.parent is not None:
+            node.parent.remove_child(node)
 
     # Parts of nodes
 
     def _set_device(self, node: TreeNode, pages: Pages) -> None:
-        node.device = pages
+        node.device = pack(pages)
         self._books[node.owner].device_pages += len(pages)
         if node.parent is not None:
             node.parent.device_children += 1
         self._offer(node, device=True)
 
     def _set_host(self, node: TreeNode, pages: Pages) -> None:
-        node.host = pages
+        node.host = pack(pages)
         self._books[node.owner].host_pages += len(pages)
         if node.parent is not None:
             node.parent.host_children += 1
@@ -326,7 +326,7 @@ class TreeStructure:
     def _drop_device(self, node: TreeNode) -> None:
         """Take a node off the device, and out of the tree where it is in no tier then."""
         if node.device is not None:
-            self.controller.evict_device(self._slots(node.device))
+            self.controller.evict_device(self._slots(unpack(node.device)))
             if node.load is None:
                 self._tell(Change.REMOVED, Tier.DEVICE, node)
             self._clear_device(node)
@@ -336,7 +336,7 @@ class TreeStructure:
     def _drop_host(self, node: TreeNode) -> None:
         """Take a node off the host, and out of the tree where it is in no tier then."""
         if node.host is not None:
-            self.controller.evict_host(self._slots(node.host))
+            self.controller.evict_host(self._slots(unpack(node.host)))
             if node.write is None:
                 self._tell(Change.REMOVED, Tier.HOST, node)
             self._clear_host(node)
@@ -371,11 +371,13 @@ class TreeStructure:
             if not windows:
                 part.node.windows = None
 
-    def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool, announce: bool = True) -> None:
+    def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> None:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
 
         Where the tree has some already, its own stand and the others are freed.
         """
+        if not len(pages):
+            return
         left = len(pages)
         pool = self.windows[name]
         for above in self._path(node):
@@ -384,27 +386,35 @@ class TreeStructure:
             left -= take
             part = above.window(name)
             if part is None:
-                part = WindowPart(above, name)
+                part = WindowPart(self._new_id(), above, name)
                 if above.windows is None:
                     above.windows = {}
                 above.windows[name] = part
             part.last_access = self._tick
-            have = part.device if device else part.host
-            if have is not None and (len(have) >= take or part.device_pins or part.host_pins):
-                self._free_window_pages(name, mine, device=device)
-            else:
-                self._drop_window(part, device=device)
-                above.windows = above.windows if above.windows is not None else {}
-                above.windows[name] = part
-                if device:
-                    part.device = mine
-                else:
-                    part.host = mine
-                if announce:
-                    self._tell_window(Change.STORED, Tier.DEVICE if device else Tier.HOST, part, take)
+            kept = part.on_device if device else part.on_host
+            if part.load is not None or (part.write is not None and not device):
+                # What moves now is taken note of when it has arrived; the pages given come too early or too late.
+                kept = take
+            fresh = max(0, take - kept)
+            if fresh < take:
+                self._free_window_pages(name, mine[fresh:], device=device)
+            if fresh:
+                self._extend_window(part, mine[:fresh], device=device)
+            self._forget_empty(part)
             pool.offer(part)
             if not left:
                 return
+
+    def _extend_window(self, part: WindowPart, pages: Pages, *, device: bool) -> None:
+        """Put pages in front of those that one side of a part has; these keep their places and their pins."""
+        kept = part.device if device else part.host
+        joined = pages if kept is None else np.concatenate((pages, kept))
+        if device:
+            part.device = joined
+        else:
+            part.host = joined
+        tier = Tier.DEVICE if device else Tier.HOST
+        self._tell_window(Change.STORED, tier, part, len(joined), 0 if kept is None else len(kept))
 
     def _free_window_pages(self, name: str, pages: Pages, *, device: bool) -> None:
         slots = self.windows[name].converter.slots(pages)
@@ -451,8 +461,11 @@ class TreeStructure:
         return self._converter.pages(slots)
 
     def _operation(self, nodes: list[TreeNode], **more: Any) -> Operation:
+        return Operation(self._new_id(), nodes, **more)
+
+    def _new_id(self) -> int:
         self._next_id += 1
-        return Operation(self._next_id - 1, nodes, **more)
+        return self._next_id - 1
 
     def _tell(self, change: Change, tier: Tier, node: TreeNode) -> None:
         if self.listener is None:
@@ -460,11 +473,12 @@ class TreeStructure:
         parent = None if node.parent is None else node.parent.last_key()
         self.listener(CacheEvent(change, tier, self._anchor, tuple(key_list(node.keys)), parent, node.tokens))
 
-    def _tell_window(self, change: Change, tier: Tier, part: WindowPart, pages: int) -> None:
+    def _tell_window(self, change: Change, tier: Tier, part: WindowPart, pages: int, but: int = 0) -> None:
+        """Tell of the last ``pages`` pages of a part's node, but not of the very last ``but``."""
         if self.listener is None:
             return
-        node, first = part.node, part.node.pages - pages
+        node, first, end = part.node, part.node.pages - pages, part.node.pages - but
         parent = None if node.parent is None else node.parent.last_key()
-        tokens = None if node.tokens is None else node.tokens[first * self.page_size :]
-        keys = tuple(key_list(node.keys[first * KEY_BYTES :]))
+        tokens = None if node.tokens is None else node.tokens[first * self.page_size : end * self.page_size]
+        keys = tuple(key_list(node.keys[first * KEY_BYTES : end * KEY_BYTES]))
         self.listener(CacheEvent(change, tier, part.name, keys, node.key(first - 1) if first else parent, tokens))

@@ -13,7 +13,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from .events import Change, Tier
 from .keys import key_list
-from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart
+from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart, unpack
 from .policies import WritePolicy
 from .queue import EvictionQueue
 from .results import Match
@@ -157,7 +157,7 @@ class TreeTransfers(TreeStructure):
                 elif not self._wait():
                     break
                 continue
-            if part.host is None and self._write_window(part):
+            if self._write_window(part):
                 saving.append(part)
                 if freed + sum(len(each.device) for each in saving if each.device is not None) >= count:
                     freed += self._finish_saving_windows(saving)
@@ -264,7 +264,7 @@ class TreeTransfers(TreeStructure):
     def _write(self, node: TreeNode) -> bool:
         if node.device is None or node.pages * self.page_size > self.controller.mem_pool_host.size:
             return False
-        slots = self._slots(node.device)
+        slots = self._slots(unpack(node.device))
         operation = self._operation([node])
         # Whatever the eviction below frees, it is neither this node nor its prefix.
         node.device_lock += 1
@@ -298,13 +298,14 @@ class TreeTransfers(TreeStructure):
     def _write_windows(self, node: TreeNode) -> None:
         """Write what the prefix that ends with ``node`` needs of windowed pools, where the host has room."""
         for name in self.windows:
-            for part in self._window(node, name) or ():
-                if part.host is None:
-                    self._write_window(part)
+            for part, _ in self._window(node, name) or ():
+                self._write_window(part)
 
     def _write_window(self, part: WindowPart) -> bool:
-        if part.device is None or part.host is not None:
+        """Queue a part to be written to the host; False where that has it all, or has no room."""
+        if part.device is None or part.on_host >= part.on_device or part.host_pins:
             return False
+        self._drop_window(part, device=False)
         pool = self.windows[part.name]
         operation = self._operation([])
         self._pin(part, operation.device_pin, device=True)
@@ -472,7 +473,7 @@ class TreeTransfers(TreeStructure):
         node.host_lock += 1
         node.backup = self._backups[operation.id] = operation
         self.controller.backup(
-            self._slots(node.host[first:]),
+            self._slots(unpack(node.host)[first:]),
             keys[first:],
             parents=parents[first:],
             node_id=operation.id,
