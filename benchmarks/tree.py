@@ -12,6 +12,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -111,10 +112,11 @@ def against_size(tokens: int) -> dict[str, float]:
     }
 
 
-def memory() -> dict[str, float]:
-    """Bytes a cached page, everything counted that was allocated while the tree filled, allocators included."""
+def memory(pages_a_block: int) -> dict[str, float]:
+    """Bytes a page on device and host, of all that was allocated while chats filled the tree, allocators included."""
     requests = make_trace(3000)
-    keys = [page_hashes(np.repeat(np.array(request.blocks), PAGE_TOKENS), PAGE_TOKENS) for request in requests]
+    size = pages_a_block * PAGE_TOKENS
+    keys = [page_hashes(np.repeat(np.array(request.blocks), size), PAGE_TOKENS) for request in requests]
     tree = make_tree(sum(map(len, keys)))
     gc.collect()
     tracemalloc.start()
@@ -125,7 +127,11 @@ def memory() -> dict[str, float]:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     stats = tree.stats()
-    return {"bytes_a_page": used / stats.device_pages, "pages": stats.device_pages, "nodes": stats.nodes}
+    return {
+        "bytes_a_page": used / stats.device_pages,
+        "pages": stats.device_pages,
+        "pages_a_node": stats.device_pages / stats.nodes,
+    }
 
 
 def replay(path: Path) -> dict[str, float]:
@@ -153,11 +159,17 @@ def draw(curve: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    results: dict[str, object] = {"python": platform.python_version(), "machine": platform.machine()}
+    results: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
     results["long_prompt"] = prompt = long_prompt()
     print(f"32768 tokens, half cached: {prompt['median_ms']:.3f} ms (limit {LIMIT_MILLISECONDS})")
-    results["memory"] = used = memory()
-    print(f"memory: {used['bytes_a_page']:.0f} bytes a page (limit {LIMIT_BYTES:.0f})")
+    results["memory"] = []
+    for pages_a_block in (8, 1):
+        used = memory(pages_a_block)
+        results["memory"].append(used)
+        print(
+            f"memory: {used['bytes_a_page']:.0f} bytes a page at {used['pages_a_node']:.1f} pages a node "
+            f"(limit {LIMIT_BYTES:.0f})"
+        )
     results["against_size"] = curve = []
     for size in SIZES:
         curve.append(against_size(size))

@@ -52,8 +52,8 @@ def _check_node(node: TreeNode, root: TreeNode, parts: dict[str, list[Pages]]) -
     ):
         if mine is None:
             continue
-        if len(mine) != node.pages:
-            raise RuntimeError(f"node {node.id} has {node.pages} keys and {len(mine)} {name} pages")
+        if len(unpack(mine)) != node.pages:
+            raise RuntimeError(f"node {node.id} has {node.pages} keys and {len(unpack(mine))} {name} pages")
         if theirs is None and above is not root:
             raise RuntimeError(f"node {node.id} has a {name} part and its parent has none")
         if not lock and not children and not node.queued & bit:

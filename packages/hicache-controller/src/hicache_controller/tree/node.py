@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,15 +15,19 @@ Pages = npt.NDArray[np.int64]
 
 NO_PAGES: Pages = np.empty(0, np.int64)
 
-PackedPages = array  # of int32: a third of what a numpy array of a few pages takes
+PackedPages = bytes
+"""int32 page numbers as nodes keep them: a third of what a numpy array of a few takes."""
+
+PACKED_BYTES = 4
+"""Bytes of a packed page number."""
 
 
-def pack(pages: Pages) -> PackedPages[int]:
+def pack(pages: Pages) -> PackedPages:
     """Copy page numbers into the form nodes keep them in."""
-    return array("i", pages.astype(np.int32).tobytes())
+    return pages.astype(np.int32).tobytes()
 
 
-def unpack(pages: PackedPages[int]) -> Pages:
+def unpack(pages: PackedPages) -> Pages:
     """Copy page numbers out of a node."""
     return np.frombuffer(pages, np.int32).astype(np.int64)
 
@@ -103,6 +106,9 @@ class WindowPart:
     last_access: int = 0
     queued: int = 0
 
+    def __lt__(self, other: WindowPart) -> bool:
+        return self.id < other.id
+
     @property
     def covered(self) -> int:
         """Last pages of the node that are there on some side."""
@@ -156,8 +162,8 @@ class TreeNode:
     parent: TreeNode | None
     keys: bytes
     owner: int = 0
-    device: PackedPages[int] | None = None
-    host: PackedPages[int] | None = None
+    device: PackedPages | None = None
+    host: PackedPages | None = None
     stored: bool = False
     children: TreeNode | dict[bytes, TreeNode] | None = None
     device_children: int = 0
@@ -174,6 +180,9 @@ class TreeNode:
     backup: Operation | None = None
     windows: dict[str, WindowPart] | None = None
     tokens: Tokens | None = None
+
+    def __lt__(self, other: TreeNode) -> bool:
+        return self.id < other.id
 
     @property
     def pages(self) -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Rank = tuple[float, float, int]
 """Priority, value, tick of the last use; lower leaves first."""
 
 
 class Queueable(Protocol):
-    """Anything with a number of its own, and a word of bits in which queues note that it is in them."""
+    """Anything with an order, for equal ranks, and a word of bits in which queues note that it is in them."""
 
     queued: int
-    id: int
+
+    def __lt__(self, other: Any, /) -> bool: ...
 
 
 Item = TypeVar("Item", bound=Queueable)
@@ -39,18 +40,18 @@ class EvictionQueue(Generic[Item]):
         self._bit = bit
         self._rank = rank
         self._evictable = evictable
-        self._heap: list[tuple[float, float, int, int, Item]] = []
+        self._heap: list[tuple[float, float, int, Item]] = []
 
     def offer(self, item: Item) -> None:
         """Let an item wait, unless it does or may not leave."""
         if not item.queued & self._bit and self._evictable(item):
             item.queued |= self._bit
-            heapq.heappush(self._heap, (*self._rank(item), item.id, item))
+            heapq.heappush(self._heap, (*self._rank(item), item))
 
     def pop(self) -> Item | None:
         """Take out the evictable item of the lowest rank."""
         while self._heap:
-            *rank, _, item = heapq.heappop(self._heap)
+            *rank, item = heapq.heappop(self._heap)
             item.queued &= ~self._bit
             if not self._evictable(item):
                 continue

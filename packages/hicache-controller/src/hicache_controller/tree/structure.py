@@ -16,7 +16,7 @@ from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
 from .keys import KEY_BYTES, common_pages, key_list
-from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, pack, unpack
+from .node import PACKED_BYTES, Needed, Operation, Pages, Pin, TreeNode, WindowPart, pack, unpack
 from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
 from .queue import EvictionQueue
 
@@ -163,7 +163,7 @@ class TreeStructure:
     # Windows of a prefix
 
     def _window(self, node: TreeNode, name: str) -> list[Needed] | None:
-        """Return what a prefix ending with ``node`` needs in a windowed pool, the last first; None where some is missing."""
+        """Return what a prefix ending with ``node`` needs in a windowed pool, last first; None where it lacks some."""
         left = self.windows[name].window_pages
         parts: list[Needed] = []
         for above in self._path(node):
@@ -240,10 +240,10 @@ class TreeStructure:
         )
         node.keys = node.keys[at * KEY_BYTES :]
         if node.device is not None:
-            head.device, node.device = node.device[:at], node.device[at:]
+            head.device, node.device = node.device[: at * PACKED_BYTES], node.device[at * PACKED_BYTES :]
             head.device_children = 1
         if node.host is not None:
-            head.host, node.host = node.host[:at], node.host[at:]
+            head.host, node.host = node.host[: at * PACKED_BYTES], node.host[at * PACKED_BYTES :]
             head.host_children = 1
         if node.tokens is not None:
             head.tokens, node.tokens = node.tokens[: at * self.page_size], node.tokens[at * self.page_size :]
