@@ -86,8 +86,13 @@ class Model:
         storage: Any = None,
         controller: type[HybridCacheController] = HybridCacheController,
         synchronous: bool = False,
+        on: str = "cpu",
+        row_bytes: int = 8,
+        transfer_policy: str = "auto",
         **options: Any,
     ) -> None:
+        self.on, self.row_bytes = on, row_bytes
+        self.host_options = {"pin_memory": on != "cpu", "transfer_policy": transfer_policy}
         self.gates: list[Gate] = []
         self.sizes = {"kv": (device_pages, host_pages)}
         self.allocators: dict[str, ExtentAllocator] = {}
@@ -118,16 +123,19 @@ class Model:
         )
 
     def _attention(self, name: str, device_pages: int, host_pages: int, *, anchor: bool = False) -> PoolEntry:
-        rows = [torch.zeros((device_pages * PAGE_SIZE, 1, 8), dtype=torch.uint8) for _ in range(2 * LAYERS)]
+        shape = (device_pages * PAGE_SIZE, 1, self.row_bytes)
+        rows = [torch.zeros(shape, dtype=torch.uint8, device=self.on) for _ in range(2 * LAYERS)]
         pool = MHATokenToKVPool.from_buffers(k=rows[:LAYERS], v=rows[LAYERS:], page_size=PAGE_SIZE)
-        host = MHATokenToKVPoolHost(pool, 0, 0, PAGE_SIZE, "page_first", False, pages=host_pages)
+        host = MHATokenToKVPoolHost(pool, 0, 0, PAGE_SIZE, pages=host_pages, **self.host_options)
         return self._entry(name, pool, host, rows, ExtentAllocator(device_pages, PAGE_SIZE), anchor=anchor)
 
     def _states(self, device_states: int, host_states: int) -> PoolEntry:
-        conv = [torch.zeros((device_states, 8), dtype=torch.uint8) for _ in range(LAYERS)]
-        temporal = [torch.zeros((device_states, 16), dtype=torch.uint8) for _ in range(LAYERS)]
+        conv, temporal = (
+            [torch.zeros((device_states, size), dtype=torch.uint8, device=self.on) for _ in range(LAYERS)]
+            for size in (self.row_bytes, 2 * self.row_bytes)
+        )
         pool = MambaPool.from_buffers(conv=conv, temporal=temporal)
-        host = MambaPoolHost(pool, 0, 0, 1, "page_first", False, pages=host_states)
+        host = MambaPoolHost(pool, 0, 0, 1, pages=host_states, **self.host_options)
         return self._entry("mamba", pool, host, [*conv, *temporal], ExtentAllocator(device_states, 1))
 
     def _entry(
@@ -170,13 +178,13 @@ class Model:
     def fill(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
         for page_key, page in zip(keys, pages, strict=True):
             for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
-                buffer[self._rows(name, int(page))] = rows
+                buffer[self._rows(name, int(page))] = rows.to(buffer.device)
 
     def verify(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
         assert len(keys) == len(pages)
         for page_key, page in zip(keys, pages, strict=True):
             for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
-                assert torch.equal(buffer[self._rows(name, int(page))], rows), f"{name} page {page} is wrong"
+                assert torch.equal(buffer[self._rows(name, int(page))].cpu(), rows), f"{name} page {page} is wrong"
 
     def verify_match(self, match: Match) -> None:
         """Check every byte a request would read of a match that is on the device."""
