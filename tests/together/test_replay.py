@@ -123,6 +123,9 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
     # A page seen once is not written under write_through_selective, so its second use may miss.
     assert report.hits == hits if policy != "write_through_selective" else 0 < report.hits <= hits
     assert report.rows_verified > 0
+    for name in ("L1 to L2", "L2 to L1"):
+        assert report.paths[name].bytes > 0
+        assert report.paths[name].seconds > 0
 
 
 def test_second_run_on_the_same_directory_starts_warm(chats: list[TraceRequest], tmp_path: Path) -> None:
@@ -233,6 +236,8 @@ def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background jobs ignore the interrupt, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     process.stdout.readline()  # the set-up line: the replay is about to start

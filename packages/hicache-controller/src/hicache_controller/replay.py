@@ -411,7 +411,7 @@ class Replay:
         """Take the bytes, seconds and runs of each path from the counters of controller and storage."""
         metrics = self.controller.metrics.snapshot()
         page_bytes = max(self.host_pool.page_bytes, 1)
-        for name, direction in (("L1 to L2", "device_to_host"), ("L2 to L1", "host_to_device")):
+        for name, direction in (("L1 to L2", "write_back"), ("L2 to L1", "load")):
             path = self.report.paths[name]
             path.bytes = int(metrics.total("transfer_bytes", direction=direction))
             path.runs = int(metrics.total("transfer_runs", direction=direction))
