@@ -259,3 +259,60 @@ def test_a_directory_that_cannot_be_used_is_an_error_at_once(tmp_path, fingerpri
         with pytest.raises(ValueError, match=r"is 0; it must be positive"):
             FileStorage(tmp_path / "new", fingerprint=fingerprint, **wrong)
     assert not (tmp_path / "new").exists()
+
+
+def test_new_pages_take_the_files_of_those_that_leave(tmp_path, fingerprint, fake_pool, new_keys):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=6 * 4096)
+    pool = fake_pool()
+    storage.register_mem_pool_host(pool)
+    contents, old, new = pool.fill(range(8)), new_keys(6), new_keys(2)
+    assert all(storage.batch_set(old, pool.slots(range(6))))
+    files = {os.stat(storage.page_path(key)).st_ino for key in old}
+    assert all(storage.batch_set(new, pool.slots(range(6, 8))))
+    assert {os.stat(storage.page_path(key)).st_ino for key in new} < files
+    assert storage.batch_get(new, pool.slots([20, 21])) == [True, True]
+    assert [pool.read(20), pool.read(21)] == contents[6:]
+    names = [name for _, _, names in os.walk(tmp_path / "pages") for name in names]
+    assert len(names) == 6
+    assert not [name for name in names if name.startswith(".")]
+    storage.close()
+
+
+def test_a_file_that_others_may_write_is_not_written_over(tmp_path, fingerprint, fake_pool, new_keys):
+    storage = FileStorage(tmp_path / "cache", fingerprint=fingerprint, capacity_bytes=4096)
+    pool, keys = fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    pool.fill(range(3))
+    storage.batch_set(keys[:1], pool.slots([0]))
+    os.link(storage.page_path(keys[0]), tmp_path / "kept")
+    before = (tmp_path / "kept").read_bytes()
+    storage.batch_set(keys[1:2], pool.slots([1]))
+    assert (tmp_path / "kept").read_bytes() == before
+    os.chmod(storage.page_path(keys[1]), 0o666)
+    storage.batch_set(keys[2:], pool.slots([2]))
+    assert stat.S_IMODE(os.stat(storage.page_path(keys[2])).st_mode) == 0o600
+    assert storage.batch_get(keys, pool.slots(range(3))) == [False, False, True]
+    storage.close()
+
+
+def test_a_page_that_leaves_while_it_is_read_is_a_miss_not_damage(
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch
+):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=4096, threads=1)
+    pool, keys = fake_pool(), new_keys(2)
+    storage.register_mem_pool_host(pool)
+    pool.fill(range(2))
+    storage.batch_set(keys[:1], pool.slots([0]))
+    real = os.preadv
+
+    def late(file, views, offset):
+        monkeypatch.undo()
+        assert storage.batch_set(keys[1:], pool.slots([1])) == [True]
+        return real(file, views, offset)
+
+    monkeypatch.setattr(os, "preadv", late)
+    assert storage.batch_get(keys[:1], pool.slots([9])) == [False]
+    stats = storage.stats()
+    assert (stats.misses, stats.damaged, stats.foreign) == (1, 0, 0)
+    assert storage.batch_get(keys[1:], pool.slots([9])) == [True]
+    storage.close()

@@ -48,7 +48,7 @@ def keys_of(prefix):
     return [hashlib.md5(bytes(prefix[: i + 1])).digest() for i in range(len(prefix))]
 
 
-@pytest.mark.parametrize(("make", "examples"), [(memory_storage, 100), (file_storage, 25)])
+@pytest.mark.parametrize(("make", "examples"), [(memory_storage, 100), (file_storage, 10)])
 def test_a_stored_page_has_all_pages_before_it(make, examples, fake_pool):
     pool = fake_pool(pages=8, page_bytes=PAGE)
 

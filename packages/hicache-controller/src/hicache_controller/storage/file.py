@@ -93,6 +93,7 @@ class FileStorage(HiCacheStorage):
         self._index = PageIndex()
         self._counts: Counter[str] = Counter()
         self._reserved = 0
+        self._spares: list[str] = []
         self._unseen = 0
         self._presence = (0, 0)
         self._tick = 0
@@ -102,7 +103,7 @@ class FileStorage(HiCacheStorage):
         try:
             self._directory = StorageDirectory(self._root)
             self._scan()
-            self._reserve(0, set())
+            self._reserve(0, 0, set())
         except OSError as error:
             why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
             raise type(error)(error.errno, why, error.filename) from error
@@ -239,6 +240,10 @@ class FileStorage(HiCacheStorage):
             except OSError as error:
                 self._failed(self._writes, "write_errors", "store", error)
                 break
+        with self._mutex:  # times after those of the files, or these would count as another process's use
+            for job, tick in zip(jobs, self._ticks(len(jobs)), strict=True):
+                if stored[job.position]:
+                    self._index.touch(job.page, tick)
         return stored
 
     def _store_chunk(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> None:
@@ -247,7 +252,7 @@ class FileStorage(HiCacheStorage):
         if not todo:
             return
         keep = {job.page for job in todo} | {job.parent for job in todo if job.parent is not None}
-        if not self._reserve(len(todo) * size, keep):
+        if not self._reserve(size, len(todo), keep):
             self._count("no_room", len(todo))
             return
         try:
@@ -258,6 +263,9 @@ class FileStorage(HiCacheStorage):
         finally:
             with self._mutex:
                 self._reserved -= len(todo) * size
+                left, self._spares = self._spares, []
+            for spare in left:
+                _removed(spare)
         if failure is not None:
             raise failure
         if self._writes.succeeded():
@@ -288,11 +296,13 @@ class FileStorage(HiCacheStorage):
         return kept
 
     def _write(self, pool: RegisteredPool, job: _Job) -> str | OSError:
-        path = self._directory.temporary_path(self._path(pool, job.page))
+        with self._mutex:
+            spare = self._spares.pop() if self._spares else None
+        path = self._directory.temporary_path(self._path(pool, job.page)) if spare is None else spare
         parent = None if job.parent is None else job.parent[: -len(self._model)]
         views = pool.pool.page_memory(job.host_page) if pool.page_bytes else ()
         try:
-            write_page(path, views, key=job.key, parent=parent, fingerprint=pool.digest)
+            write_page(path, views, key=job.key, parent=parent, fingerprint=pool.digest, over=spare is not None)
         except OSError as error:
             return error
         return path
@@ -342,8 +352,9 @@ class FileStorage(HiCacheStorage):
 
     # Room
 
-    def _reserve(self, need: int, keep: set[bytes]) -> bool:
-        """Reserve bytes, evicting what is in the way but not ``keep``; return whether there is room."""
+    def _reserve(self, size: int, count: int, keep: set[bytes]) -> bool:
+        """Reserve files, evicting what is in the way but not ``keep``; return whether there is room."""
+        need = size * count
         if self._capacity is None:
             with self._mutex:
                 self._reserved += need
@@ -363,14 +374,17 @@ class FileStorage(HiCacheStorage):
             spare = share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
             with self._mutex:
                 if self._index.total_bytes + self._reserved + need > limit:
-                    self._evict(limit - need - self._reserved - spare, keep)
+                    self._evict(limit - need - self._reserved - spare, keep, size, count)
                 if self._index.total_bytes + self._reserved + need > limit:
                     return False
                 self._reserved += need
                 return True
 
-    def _evict(self, target: int, keep: set[bytes]) -> None:
-        """Remove leaves until at most ``target`` bytes are left; lock and mutex are held."""
+    def _evict(self, target: int, keep: set[bytes], size: int, count: int) -> None:
+        """Remove leaves until at most ``target`` bytes are left; lock and mutex are held.
+
+        Of their files up to ``count`` that take ``size`` bytes become spares, which new pages are written over.
+        """
         part_path = self._directory.page_path
         while self._index.total_bytes > target:
             entry = self._index.oldest_leaf(keep)
@@ -380,8 +394,18 @@ class FileStorage(HiCacheStorage):
             if touched > entry.tick:  # another process has used it since
                 self._index.touch(entry.key, touched)
                 continue
+            for part, part_size in entry.parts:
+                if part_size == size and len(self._spares) < count:
+                    path = part_path(entry.key, part)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._spares.append(self._renamed(path, self._directory.temporary_path(path)))
             self._unlink(entry.key, [part for part, _ in entry.parts])
             self._counts["evicted"] += 1
+
+    @staticmethod
+    def _renamed(path: str, to: str) -> str:
+        os.rename(path, to)
+        return to
 
     def _unlink(self, page: bytes, parts: Sequence[str]) -> None:
         for part in parts:

@@ -11,20 +11,24 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 import xxhash
 
+from .allocate import allocate
 from .base import MAX_KEY_BYTES
 
 MAGIC = b"HICACHEP"
 VERSION = 1
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 FOOTER_BYTES = 128
 
 _FIELDS = struct.Struct("<8sIIQBB6x32s32s16s")
 _CHECKSUM_BYTES = 16
+_PIECE_BYTES = 1 << 20
+_ALLOCATE_FROM = 64 << 10
 _MOST_VIEWS = 1000  # below the 1,024 that Linux takes in one call
 
 
@@ -46,23 +50,46 @@ class PageRead(NamedTuple):
     touched: int = 0
 
 
-def write_page(path: str, views: Sequence[memoryview], *, key: bytes, parent: bytes | None, fingerprint: bytes) -> None:
-    """Write a new file of mode 0600.
+def write_page(
+    path: str,
+    views: Sequence[memoryview],
+    *,
+    key: bytes,
+    parent: bytes | None,
+    fingerprint: bytes,
+    over: bool = False,
+) -> None:
+    """Write a page into a file of mode 0600, a new one or ``over`` a file that nobody needs any more.
+
+    Writing over a file saves making and removing inodes and blocks, which some file systems do slowly when files come
+    and go all the time. Who still reads the old page meanwhile finds that its checksum or its key is wrong.
 
     Raises
     ------
     OSError
-        Where the file exists or cannot be written in full; a partial file is removed where that is possible.
+        Where a new file exists or the page cannot be written in full; a partial file is removed where that is possible.
     """
     size = sum(view.nbytes for view in views)
-    footer = _footer(size, key, parent, fingerprint)
-    footer += _checksum(views, footer)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    file = _open_over(path, size + FOOTER_BYTES) if over else None
     try:
-        _whole(os.pwritev, file, [*views, memoryview(footer)])
+        if file is None:
+            file = os.open(path, _NEW_FILE, 0o600)
+            if size >= _ALLOCATE_FROM:
+                allocate(file, size + FOOTER_BYTES)
+        checksum, offset = xxhash.xxh3_128(), 0
+        *first, last = pieces(views) or [[]]
+        for piece in first:
+            _update(checksum, piece)
+            offset += _whole(os.pwritev, file, piece, offset)
+        head = _FIELDS.pack(
+            MAGIC, VERSION, FOOTER_BYTES, size, len(key), len(parent or b""), key, parent or b"", fingerprint
+        )
+        _update(checksum, [*last, memoryview(head)])
+        _whole(os.pwritev, file, [*last, memoryview(head + checksum.digest())], offset)
     except BaseException:
-        os.close(file)
-        os.unlink(path)
+        if file is not None:
+            os.close(file)
+            os.unlink(path)
         raise
     os.close(file)
 
@@ -90,30 +117,53 @@ def read_page(path: str, views: Sequence[memoryview], *, key: bytes, fingerprint
         return PageRead(Outcome.MISSING)
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            return PageRead(Outcome.FOREIGN)
-        if status.st_uid != owner:
-            return PageRead(Outcome.WRONG_OWNER)
-        size = sum(view.nbytes for view in views)
-        if status.st_size != size + FOOTER_BYTES:
-            return PageRead(_why_another_size(file, status.st_size))
-        footer = bytearray(FOOTER_BYTES)
-        if _whole(os.preadv, file, [*views, memoryview(footer)]) != status.st_size:
-            return PageRead(Outcome.DAMAGED)
+        outcome = _read_open(file, status, views, key, fingerprint, owner)
     finally:
         os.close(file)
+    if outcome is not Outcome.HIT and not _is(path, status):
+        return PageRead(Outcome.MISSING)  # evicted while it was read, and written over perhaps
+    return PageRead(outcome, status.st_mtime_ns)
+
+
+def _read_open(
+    file: int, status: os.stat_result, views: Sequence[memoryview], key: bytes, fingerprint: bytes, owner: int
+) -> Outcome:
+    if not stat.S_ISREG(status.st_mode):
+        return Outcome.FOREIGN
+    if status.st_uid != owner:
+        return Outcome.WRONG_OWNER
+    size = sum(view.nbytes for view in views)
+    if status.st_size != size + FOOTER_BYTES:
+        return _why_another_size(file, status.st_size)
+    checksum, offset, footer = xxhash.xxh3_128(), 0, bytearray(FOOTER_BYTES)
+    *first, last = pieces(views) or [[]]
+    for piece in first:
+        offset += _whole(os.preadv, file, piece, offset)
+        _update(checksum, piece)
+    offset += _whole(os.preadv, file, [*last, memoryview(footer)], offset)
+    if offset != status.st_size:
+        return Outcome.DAMAGED
     head = bytes(footer[:-_CHECKSUM_BYTES])
+    _update(checksum, [*last, memoryview(head)])
     magic, version = struct.unpack_from("<8sI", head)
     if magic != MAGIC:
-        return PageRead(Outcome.DAMAGED)
+        return Outcome.DAMAGED
     if version != VERSION:
-        return PageRead(Outcome.OLD_FORMAT)
-    if _checksum(views, head) != footer[-_CHECKSUM_BYTES:]:
-        return PageRead(Outcome.DAMAGED)
+        return Outcome.OLD_FORMAT
+    if checksum.digest() != footer[-_CHECKSUM_BYTES:]:
+        return Outcome.DAMAGED
     found = _FIELDS.unpack_from(head)
     if (found[6][: found[4]], found[8], found[3]) != (key, fingerprint, size):
-        return PageRead(Outcome.FOREIGN)
-    return PageRead(Outcome.HIT, status.st_mtime_ns)
+        return Outcome.FOREIGN
+    return Outcome.HIT
+
+
+def _is(path: str, status: os.stat_result) -> bool:
+    try:
+        now = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
 
 
 def read_parent(path: str, size: int) -> bytes | None:
@@ -135,17 +185,9 @@ def read_parent(path: str, size: int) -> bytes | None:
     return footer[64 : 64 + parent_length] if 0 < parent_length <= MAX_KEY_BYTES else None
 
 
-def _footer(size: int, key: bytes, parent: bytes | None, fingerprint: bytes) -> bytes:
-    before = parent or b""
-    return _FIELDS.pack(MAGIC, VERSION, FOOTER_BYTES, size, len(key), len(before), key, before, fingerprint)
-
-
-def _checksum(views: Sequence[memoryview], footer: bytes) -> bytes:
-    checksum = xxhash.xxh3_128()
+def _update(checksum: xxhash.xxh3_128, views: Sequence[memoryview]) -> None:
     for view in views:
         checksum.update(view)
-    checksum.update(footer)
-    return checksum.digest()
 
 
 def _why_another_size(file: int, size: int) -> Outcome:
@@ -157,17 +199,54 @@ def _why_another_size(file: int, size: int) -> Outcome:
     return Outcome.FOREIGN if version == VERSION else Outcome.OLD_FORMAT
 
 
-def _whole(move, file: int, views: list[memoryview]) -> int:  # type: ignore[no-untyped-def]
+def _open_over(path: str, size: int) -> int | None:
+    """Open a file to write over and give it ``size`` bytes; None, and no file, where it is not wholly ours."""
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(file)
+        ours = (stat.S_IFREG | 0o600, os.geteuid(), 1)
+        if (status.st_mode, status.st_uid, status.st_nlink) == ours:
+            if status.st_size != size:
+                os.ftruncate(file, size)
+            return file
+        os.unlink(path)
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
+
+
+def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
+    """Cut and gather views so that each piece is one system call and still in the CPU's cache when it is hashed."""
+    cut: list[list[memoryview]] = []
+    room = 0
+    for view in views:
+        start = 0
+        while start < len(view):
+            if room == 0 or len(cut[-1]) == _MOST_VIEWS:
+                cut.append([])
+                room = _PIECE_BYTES
+            part = view[start : start + room]
+            cut[-1].append(part)
+            start += len(part)
+            room -= len(part)
+    return cut
+
+
+def _whole(
+    move: Callable[[int, list[memoryview], int], int], file: int, views: Sequence[memoryview], offset: int
+) -> int:
     """Call ``preadv`` or ``pwritev`` until all bytes have moved or the file ends; return the bytes moved."""
-    total = 0
-    while views:
-        moved = move(file, views[:_MOST_VIEWS], total)
+    left, total = list(views), 0
+    while left:
+        moved = move(file, left, offset + total)
         if moved == 0:
             break
         total += moved
-        while views and moved >= views[0].nbytes:
-            moved -= views[0].nbytes
-            views.pop(0)
+        while left and moved >= left[0].nbytes:
+            moved -= left[0].nbytes
+            left.pop(0)
         if moved:
-            views[0] = views[0].cast("B")[moved:]
+            left[0] = left[0][moved:]
     return total
