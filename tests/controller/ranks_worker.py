@@ -87,7 +87,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
             controller.reset()
             allocator.clear()
         report.append([found, pages, acks, pool.available_size()])
-    sys.stdout.write(json.dumps({"rounds": report, "broken": controller.agreement.broken}))
+    sys.stdout.write("\n" + json.dumps({"rounds": report, "broken": controller.agreement.broken}))
     controller.shutdown()
 
 
