@@ -113,7 +113,6 @@ class StagingLane:
                 row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
         self.buffer_bytes = buffer_bytes
         self._buffers = count
-        self.fence = 0
         self.table = tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
         self.cursor = 0
 
