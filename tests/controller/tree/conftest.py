@@ -14,7 +14,6 @@ import torch
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings
-from hicache_controller.storage_worker import PrefetchPolicy
 from hicache_controller.tree import Match, SequenceKeys, UnifiedRadixCache, WindowComponent
 from hicache_pools import (
     ExtentAllocator,
@@ -89,6 +88,7 @@ class Model:
         on: str = "cpu",
         row_bytes: int = 8,
         transfer_policy: str = "auto",
+        prefetch_policy: str = "wait_complete",
         **options: Any,
     ) -> None:
         self.on, self.row_bytes = on, row_bytes
@@ -112,7 +112,7 @@ class Model:
         self.group = HostPoolGroup(entries)
         self.controller = controller(
             self.group,
-            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, retry_seconds=0.0),
+            storage=StorageSettings(prefetch_policy=prefetch_policy, retry_seconds=0.0),
             synchronous=synchronous,
         )
         self.storage = storage

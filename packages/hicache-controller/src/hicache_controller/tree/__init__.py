@@ -10,6 +10,7 @@ module                    holds
 ``queue``                 what waits for eviction
 ``structure``             the tree itself: cutting, joining, locking
 ``transfers``             writes, backups and evictions
+``loading``               prefetch and load-back
 ``cache``                 what an engine calls
 ``retraction``            requests taken off the device
 ``drafts``                registering a draft model's pools
@@ -23,6 +24,7 @@ from .components import WindowComponent
 from .drafts import maybe_register_hicache_draft, register_hicache_draft_pools
 from .events import CacheEvent, Change, Tier
 from .keys import KEY_BYTES, SequenceKeys
+from .loading import Prefetching
 from .node import Pages, TreeNode
 from .policies import EvictionStrategy, LeastFrequentlyUsed, LeastRecentlyUsed, Quota, SizeAware, WritePolicy
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
@@ -39,6 +41,7 @@ __all__ = [
     "Match",
     "PageAllocator",
     "Pages",
+    "Prefetching",
     "Quota",
     "Restored",
     "SequenceKeys",

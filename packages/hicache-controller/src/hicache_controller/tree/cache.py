@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from hicache_pools.group import PoolEntry
-from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
+from hicache_pools.pool_transfer import PoolName
 
 from ..controller import HiCacheController
 from ..hashing import Namespace
@@ -17,15 +16,15 @@ from . import integrity
 from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
-from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
+from .loading import TreeLoads
+from .node import NO_PAGES, Pages, TreeNode, unpack
 from .policies import EvictionStrategy, Quota, WritePolicy
 from .results import InsertResult, Match, TreeStats, WindowStats
 from .retraction import Retraction
 from .structure import PageAllocator
-from .transfers import TreeTransfers, further
 
 
-class UnifiedRadixCache(TreeTransfers):
+class UnifiedRadixCache(TreeLoads):
     """Prefix tree over the device pool, the host pool and storage.
 
     Keys are chained page hashes (:class:`SequenceKeys`), so equal keys at one place mean an equal prefix, namespace
@@ -100,10 +99,10 @@ class UnifiedRadixCache(TreeTransfers):
             quotas=quotas or {},
             listener=listener,
             clock=clock,
+            load_back_pages=load_back_pages,
+            load_quota_pages=load_quota_pages,
         )
         self.selective_hits = selective_hits
-        self.load_back_pages = load_back_pages
-        self.load_quota_pages = load_quota_pages
         self.retraction = Retraction(self)
 
     # Lookup
@@ -139,12 +138,6 @@ class UnifiedRadixCache(TreeTransfers):
         self._touch(match.node, priority)
         return match
 
-    def release(self, match: Match) -> None:
-        """Unpin a match; once for each match handed out."""
-        self._release_pins(match)
-        if self._books[match.owner].device_queue is not None:
-            self._keep_quota(match.owner)
-
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
         if seconds < 0:
@@ -171,33 +164,6 @@ class UnifiedRadixCache(TreeTransfers):
             found.append(part.device[len(part.device) - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
-    def _match_at(
-        self,
-        keys: bytes,
-        node: TreeNode,
-        pages: int,
-        *,
-        owner: int = 0,
-        priority: int = 0,
-        tokens: Tokens | None = None,
-    ) -> Match:
-        """Pin the restorable prefix that ends with ``node``."""
-        device_pages, above = pages, node
-        while above.device is None and above.parent is not None:
-            device_pages -= above.pages
-            above = above.parent
-        device_pin, host_pin = self._pins(node)
-        above.device_lock += 1
-        if device_pages < pages:
-            node.host_lock += 1
-        return Match(
-            keys, device_pages, pages - device_pages, above, node, device_pin, host_pin, owner, priority, tokens
-        )
-
-    def _like(self, match: Match, node: TreeNode, pages: int) -> Match:
-        """Pin another prefix of the same request."""
-        return self._match_at(match.keys, node, pages, owner=match.owner, priority=match.priority, tokens=match.tokens)
-
     def _touch(self, node: TreeNode, priority: int) -> None:
         write: TreeNode | None = None
         selective = self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -212,249 +178,6 @@ class UnifiedRadixCache(TreeTransfers):
             if write.host is None:
                 self._ensure_host(write)
             self._write_windows(write)
-
-    # What an engine does with a match
-
-    def prefetch(self, match: Match) -> Match:
-        """Bring the pages behind the match from storage to the host; the match it returns replaces the one given."""
-        rest = match.rest()
-        found = self._storage_exists(rest) if rest and self.controller.has_storage else 0
-        if not found:
-            return match
-        # The new node needs a host part above it, which must stay while room is made for it.
-        above = match.node
-        above.host_lock += 1
-        longer = self._prefetch_below(match, rest[:found]) if self._settled_on_host(above) else None
-        self._unlock_host(above)
-        if longer is None:
-            return match
-        self.release(match)
-        return longer
-
-    def _storage_exists(self, keys: list[bytes]) -> int:
-        windows = [
-            PoolTransfer(name, keys=keys[: pool.window_pages], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-            for name, pool in self.windows.items()
-        ]
-        return int(self.controller.storage_exists(keys, **further(windows)))
-
-    def _prefetch_below(self, match: Match, keys: list[bytes]) -> Match | None:
-        slots = self._alloc_host(len(keys))
-        if slots is None:
-            return None
-        room = len(slots) // self.page_size
-        if room < len(keys) and self.windows:
-            # A shorter prefix counts only where the windows of its own end are stored.
-            wanted = self._storage_exists(keys[:room])
-            if wanted < room:
-                self.controller.evict_host(slots[wanted * self.page_size :])
-            room, slots = wanted, slots[: wanted * self.page_size]
-            if not room:
-                return None
-        keys = keys[:room]
-        transfers: list[PoolTransfer] = []
-        for name, pool in self.windows.items():
-            last = keys[max(0, room - pool.window_pages) :]
-            indices = self._alloc_window_host(name, len(last))
-            if indices is None:
-                self._free_host(slots, transfers)
-                return None
-            transfers.append(
-                PoolTransfer(name, host_indices=indices, keys=last, hit_policy=PoolHitPolicy.TRAILING_PAGES)
-            )
-        operation = self.controller.prefetch(slots, keys, request_id=str(self._next_id), **further(transfers))
-        operation.wait()
-        got = operation.completed_pages
-        if transfers and got < room:
-            got = 0
-        if got < room:
-            self._free_host(slots[got * self.page_size :], transfers)
-        if not got:
-            return None
-        end = match.pages + got
-        node = self._adopt_host(match, self._pages(slots[: got * self.page_size]), end)
-        for transfer in transfers:
-            if transfer.host_indices is not None:
-                converter = self.windows[str(transfer.name)].converter
-                self._adopt_window(node, str(transfer.name), converter.pages(transfer.host_indices), device=False)
-        self._mark_stored(node, transfers)
-        if not self._restorable(node):
-            return None
-        return self._like(match, node, end)
-
-    def _free_host(self, slots: torch.Tensor, transfers: list[PoolTransfer]) -> None:
-        self.controller.evict_host(slots)
-        for transfer in transfers:
-            if transfer.host_indices is not None:
-                self.controller.evict_host(transfer.host_indices, pool=transfer.name)
-        transfers.clear()
-
-    def _mark_stored(self, node: TreeNode, transfers: list[PoolTransfer]) -> None:
-        for transfer in transfers:
-            for part, _ in self._window(node, str(transfer.name)) or ():
-                part.stored = part.host is not None and part.write is None
-
-    def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
-        """Give host pages that came from storage to the nodes behind a match, new ones where there are none."""
-        node, at, begin = match.node, match.pages, match.pages
-        blob = match.keys[: end * KEY_BYTES]
-        while at < end:
-            child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            if child is None:
-                child = self._add_child(node, blob[at * KEY_BYTES :], match.owner)
-                self._give_tokens(child, match, at)
-            else:
-                same = common_pages(child.keys, blob[at * KEY_BYTES :])
-                if same < child.pages:
-                    child = self._split(child, same)
-            own = pages[at - begin : at - begin + child.pages]
-            if child.host is None:
-                child.stored = True
-                self._set_host(child, own)
-                self._tell(Change.STORED, Tier.HOST, child)
-            else:
-                self.controller.evict_host(self._slots(own))
-            # Eviction for the windows to come must not take what has just come.
-            self._used(child, match.priority)
-            node, at = child, at + child.pages
-        return node
-
-    def _give_tokens(self, node: TreeNode, match: Match, first_page: int) -> None:
-        if match.tokens is not None and self.listener is not None:
-            node.tokens = match.tokens[first_page * self.page_size : (first_page + node.pages) * self.page_size]
-
-    def _settled_on_host(self, node: TreeNode) -> bool:
-        """Whether the node has a host part whose write is done (the root needs none), writing it if need be."""
-        if not self._ensure_host(node):
-            return False
-        while node.write is not None:
-            self.poll(wait=True)
-        return node is self.root or node.host is not None
-
-    def load_back(self, match: Match, *, wait: bool = True) -> Match:
-        """Load what the match has on the host to the device.
-
-        Parameters
-        ----------
-        match
-            Replaced by the one that is returned.
-        wait
-            False: the loads may still run. The engine then lets its layers wait for the match's ``consumers``, and
-            calls :meth:`settle` before it inserts.
-
-        Returns
-        -------
-        Match
-            On the device. Shorter where the device has no room for all of it, a load failed, or ``load_back_pages``
-            and ``load_quota_pages`` say so. What another request is loading already is not loaded again.
-        """
-        self._settle_writes(match.node)
-        node, pages = match.node, match.pages
-        while not self._is_alive(node):
-            pages -= node.pages
-            node = node.parent or self.root
-        node, pages = self._worth_loading(match, node, pages)
-        loaded = self._load_to(match, node, pages)
-        self.release(match)
-        return self.settle(loaded) if wait else loaded
-
-    def _worth_loading(self, match: Match, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
-        """Cut a prefix where loading it is not worth its while, or above the quota."""
-        to_load = pages - match.device_pages
-        if 0 < to_load < self.load_back_pages:
-            pages, node = self._go_up(node, pages, match.device_pages)
-        elif self.load_quota_pages is not None and to_load > self.load_quota_pages:
-            limit = match.device_pages + self.load_quota_pages
-            # Stop at the node that spans the limit, and cut it there.
-            while pages - node.pages >= limit and node.parent is not None:
-                pages -= node.pages
-                node = node.parent
-            if pages > limit:
-                node, pages = self._split(node, node.pages - (pages - limit)), limit
-        return self._last_restorable(node, pages)
-
-    @staticmethod
-    def _go_up(node: TreeNode, pages: int, limit: int) -> tuple[int, TreeNode]:
-        while pages > limit and node.parent is not None:
-            pages -= node.pages
-            node = node.parent
-        return pages, node
-
-    def _load_to(self, match: Match, node: TreeNode, pages: int) -> Match:
-        """Start loading the longest prefix up to ``node`` that the device has room for, and pin it."""
-        while True:
-            pinned = self._like(match, node, pages)
-            if pinned.on_device:
-                return pinned
-            if self._try_load(pinned):
-                loaded = self._like(match, node, pages)
-                self._release_pins(pinned)
-                return loaded
-            self._release_pins(pinned)
-            if node.parent is None:
-                return self._like(match, self.root, 0)
-            node, pages = self._last_restorable(node.parent, pages - node.pages)
-
-    def _try_load(self, match: Match) -> bool:
-        nodes = [node for node in self._path(match.node) if node.device is None][::-1]
-        parts: dict[str, list[WindowPart]] = {}
-        for part in match.host_pin.parts:
-            parts.setdefault(part.name, []).append(part)
-        hosts = [unpack(node.host) for node in nodes if node.host is not None]
-        slots = self._slots(np.concatenate(hosts) if hosts else NO_PAGES)
-        if not self._make_device_room(len(slots) // self.page_size):
-            return False
-        transfers = []
-        for name, mine in parts.items():
-            for part in mine:
-                # What the device has of it is too short, and comes again with the rest.
-                if part.device_pins:
-                    return False
-                self._drop_window(part, device=True)
-            pages = np.concatenate([part.host for part in mine if part.host is not None])
-            if not self._make_window_room(name, len(pages)):
-                return False
-            transfers.append(
-                PoolTransfer(
-                    name,
-                    host_indices=self.windows[name].converter.slots(pages),
-                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
-                )
-            )
-        operation = self._operation([])
-        target = self.controller.load(slots, node_id=operation.id, **further(transfers))
-        if target is None:
-            return False
-        self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)
-        return True
-
-    def settle(self, match: Match) -> Match:
-        """Wait for the loads that fill a match; the match it returns replaces it, shorter where one failed."""
-        while True:
-            waiting = any(node.load is not None for node in self._path(match.node)) or any(
-                part.load is not None for part in match.device_pin.parts
-            )
-            if not waiting:
-                break
-            self.poll(wait=True)
-        node, pages = match.node, match.pages
-        while node.parent is not None and not (
-            node.device is not None and self._is_alive(node) and self._windows_on_device(node)
-        ):
-            pages -= node.pages
-            node = node.parent
-        if node is match.node:
-            return match
-        shorter = self._like(match, node, pages)
-        self.release(match)
-        return shorter
-
-    def _windows_on_device(self, node: TreeNode) -> bool:
-        for name in self.windows:
-            parts = self._window(node, name)
-            if parts is None or any(part.on_device < needed for part, needed in parts):
-                return False
-        return True
 
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""

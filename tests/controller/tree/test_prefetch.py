@@ -1,0 +1,96 @@
+"""Prefetches that run while the tree goes on, and meet what happened in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hicache_controller.storage.memory import MemoryStorage
+
+MakeModel = Callable[..., Any]
+KeysOf = Callable[[Any], list[bytes]]
+
+
+def stored(make_model: MakeModel, *requests: tuple[int, ...], **options: Any) -> Any:
+    """A model that has nothing in memory, and these requests in storage."""
+    model = make_model(windows=(8, 8), states=(8, 8), storage=MemoryStorage(), **options)
+    for words in requests:
+        model.serve(words)
+    model.empty()
+    return model
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "best_effort", "timeout"])
+def test_blocking_prefetch_brings_everything_whatever_the_policy(
+    make_model: MakeModel, keys_of: KeysOf, policy: str
+) -> None:
+    model = stored(make_model, (1, 2, 3), prefetch_policy=policy)
+    assert model.serve((1, 2, 3)) == 3
+    model.empty()
+
+
+def test_tree_serves_others_while_a_prefetch_is_under_way(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = stored(make_model, (1, 2, 3), (1, 2, 3, 4))
+    gate = model.gate("get")
+    gate.close()
+    started = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3, 4))))
+    gate.wait_entered()
+    assert not model.cache.prefetch_ready(started)
+    other = model.cache.match_prefix(keys_of((7, 8)))
+    pages, windows = model.compute(other, 2)
+    model.cache.release(model.cache.insert(other, pages, windows=windows).match)
+    # The same prefix is computed by someone else meanwhile: the prefetched pages meet its nodes.
+    twin = model.cache.match_prefix(keys_of((1, 2)))
+    pages, windows = model.compute(twin, 2)
+    model.cache.release(model.cache.insert(twin, pages, windows=windows).match)
+    model.cache.check_integrity()
+    gate.open()
+    match = model.cache.load_back(model.cache.finish_prefetch(started))
+    assert match.pages == 4
+    model.verify_match(match)
+    model.cache.release(match)
+    model.empty()
+
+
+def test_two_prefetches_of_one_prefix_keep_one_copy(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = stored(make_model, (1, 2, 3))
+    gate = model.gate("get")
+    gate.close()
+    both = [model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3)))) for _ in range(2)]
+    gate.open()
+    for started in both:
+        match = model.cache.load_back(model.cache.finish_prefetch(started))
+        assert match.pages == 3
+        model.verify_match(match)
+        model.cache.release(match)
+    assert model.cache.stats() == (1, 3, 3)
+    model.empty()
+
+
+def test_prefetch_that_fails_leaves_the_match_as_it_was(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = stored(make_model, (1,), (1, 2, 3))
+    assert model.serve((1,)) == 1
+    gate = model.gate("get")
+    gate.failing = True
+    match = model.cache.prefetch(model.cache.match_prefix(keys_of((1, 2, 3))))
+    assert match.pages == 1
+    model.cache.release(match)
+    model.empty()
+
+
+def test_prefix_under_a_running_prefetch_stays_on_the_host(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = stored(make_model, (1,), (1, 2, 3))
+    assert model.serve((1,)) == 1
+    model.cache.drain()
+    gate = model.gate("get")
+    gate.close()
+    started = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3))))
+    assert model.cache._host_queue.pop() is None
+    gate.open()
+    match = model.cache.finish_prefetch(started)
+    assert match.pages == 3
+    model.cache.check_integrity()
+    model.cache.release(match)
+    model.empty()
