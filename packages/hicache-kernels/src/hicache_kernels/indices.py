@@ -18,6 +18,10 @@ def _nothing() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int64)
 
 
+def _content(indices: torch.Tensor) -> torch.Tensor | None:
+    return indices.clone() if indices.device.type == "cpu" else None
+
+
 @dataclass(frozen=True, eq=False)
 class OperationIndices:
     """Indices of one operation, valid for work on one stream.
@@ -26,8 +30,9 @@ class OperationIndices:
     ----------
     host, device
         As given.
-    versions
-        Their version counters: a tensor written to since is read anew.
+    contents
+        What those on the CPU held: one written to since, by whatever means, is read anew. None for one on the device,
+        whose values no caller's thread reads.
     stream
         The caller's stream; None on CPU.
     pages
@@ -40,7 +45,7 @@ class OperationIndices:
 
     host: torch.Tensor
     device: torch.Tensor
-    versions: tuple[int, int]
+    contents: tuple[torch.Tensor | None, torch.Tensor | None]
     stream: torch.cuda.Stream | None
     pages: torch.Tensor | None
     page_count: int
@@ -50,11 +55,11 @@ class OperationIndices:
 
     def serve(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> bool:
         """Whether these are still the indices of a call with the given tensors."""
-        return (
-            self.host is host
-            and self.device is device
-            and self.versions == (host._version, device._version)
-            and self.stream == stream
+        if self.host is not host or self.device is not device or self.stream != stream:
+            return False
+        kept_host, kept_device = self.contents
+        return (kept_host is None or torch.equal(kept_host, host)) and (
+            kept_device is None or torch.equal(kept_device, device)
         )
 
 
@@ -92,7 +97,7 @@ class IndexReader:
             Naming the tensor, its value and what is accepted.
         """
         last = self._last
-        if last is not None and last.serve(host, device, stream):
+        if last is not None and last.serve(host, device, stream) and not device_checks_enabled():
             return last
         if not self._plain(host, device):
             check_forms(host, device, page_size=self._page_size, device=self._device)
@@ -161,7 +166,7 @@ class IndexReader:
         return OperationIndices(
             host,
             device,
-            (host._version, device._version),
+            (_content(host), _content(device)),
             stream,
             pages,
             pages.numel(),
@@ -184,7 +189,7 @@ class IndexReader:
         return OperationIndices(
             host,
             device,
-            (host._version, device._version),
+            (_content(host), _content(device)),
             stream,
             checked.pages,
             checked.page_count,

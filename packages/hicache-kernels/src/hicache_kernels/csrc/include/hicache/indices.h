@@ -32,7 +32,7 @@ inline int64_t scan_indices_entry(tvm::ffi::TensorView host_indices, tvm::ffi::T
   int64_t runs = 0, before = -2;
   for (int64_t p = 0; p < page_count.value; ++p) {
     const int64_t first = index_at(host_indices, p * page_size);
-    if (first < 0 || first % page_size != 0 || first + page_size > host_slots) return -1;
+    if (first < 0 || first % page_size != 0 || first > host_slots - page_size) return -1;  // a sum might overflow
     for (int64_t s = 1; s < page_size; ++s) {
       if (index_at(host_indices, p * page_size + s) != first + s) return -1;
     }
