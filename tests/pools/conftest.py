@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -203,6 +204,23 @@ class Bench:
     host_pages: Callable[[str, list[list[torch.Tensor]]], torch.Tensor]
     layers: Callable[..., list[torch.Tensor]]
     random_bytes: Callable[[int], torch.Tensor]
+
+    def make(
+        self,
+        case_name: str,
+        *,
+        pages: int = 6,
+        layout: str = "page_first",
+        ratio: float = 1.0,
+        host_size: float = 0.0,
+        **options: Any,
+    ) -> tuple[DevicePool, HostPool]:
+        """A device pool with random bytes and its host pool, at the largest page size of the case."""
+        case = self.cases[case_name]
+        page_size = case.page_sizes[-1]
+        device_pool = case.make(pages, page_size, "cpu")
+        self.fill(device_pool)
+        return device_pool, case.host_class(device_pool, ratio, host_size, page_size, layout=layout, **options)
 
     def slots(self, pages: torch.Tensor, page_size: int) -> torch.Tensor:
         """Slot indices of whole pages, int64."""

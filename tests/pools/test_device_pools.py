@@ -10,6 +10,7 @@ from hicache_pools import (
     DevicePool,
     DSATokenToKVPool,
     MambaPool,
+    MambaPoolHost,
     MHATokenToKVPool,
     MLATokenToKVPool,
     component_from_tensors,
@@ -50,6 +51,23 @@ def test_pools_of_states_name_their_components(bench):
     assert [c.name for c in one.components] == ["conv[0]", "temporal", "side[0]"]
     assert [c.name for c in several.components] == ["conv[0]", "conv[1]", "temporal", "side[steps]"]
     assert [c.element_bytes for c in several.components] == [48, 24, 16, 8]
+
+
+def test_a_model_may_keep_convolution_states_alone(bench):
+    pool = MambaPool.from_buffers(conv=bench.layers((5, 4, 3), torch.bfloat16, "cpu"))
+    assert [c.name for c in pool.components] == ["conv[0]"]
+    assert pool.temporal_buffer == []
+    host = MambaPoolHost(pool, 2.0, 0)
+    assert host.page_bytes == 2 * 24
+    with pytest.raises(ValueError, match="component 'temporal' is not in this MambaPoolHost"):
+        _ = host.temporal_buffer
+
+
+def test_two_joined_blocks_are_keys_and_values_first_and_views_say_otherwise():
+    kv = [torch.arange(2 * 2 * 4 * 2).view(2, 2, 4, 1, 2)]
+    assert torch.equal(mha(kv=kv, page_size=4).v_buffer[0], kv[0][1])
+    by_block = mha(k=[t[:, 0] for t in kv], v=[t[:, 1] for t in kv], page_size=4)
+    assert torch.equal(read_slots(by_block, torch.arange(8))["v"].view(torch.int64).flatten(), kv[0][:, 1].flatten())
 
 
 def test_a_stacked_tensor_is_taken_layer_by_layer():
@@ -184,6 +202,53 @@ def zeros(*shape, dtype=torch.bfloat16):
         (lambda: component_from_tensors("x", zeros(8), BufferForm.SLOT_MAJOR), ValueError, "x has shape"),
         (lambda: component_from_tensors("x", zeros(8, 2), slots_per_row=0), ValueError, "slots_per_row of x is 0"),
         (lambda: component_from_tensors("x", zeros(0, 2)), ValueError, "at least one element"),
+        (
+            lambda: mha(k=[torch.zeros(1, 2, 4).expand(8, 2, 4)], v=zeros(8, 2, 4)[:1], page_size=4),
+            ValueError,
+            "k has strides .* rows overlap",
+        ),
+        (
+            lambda: component_from_tensors("x", [torch.zeros(64).as_strided((4, 3, 4), (8, 4, 1))], "block_major"),
+            ValueError,
+            "x has strides .* rows overlap",
+        ),
+        (
+            lambda: component_from_tensors("x", [torch.zeros(64).as_strided((3, 4, 4), (8, 4, 1))], "head_major"),
+            ValueError,
+            "x has strides .* rows overlap",
+        ),
+        (
+            lambda: mla(kv=zeros(8, 4), page_size=4, index_translation=[0] * 8),
+            TypeError,
+            "index_translation is a list",
+        ),
+        (lambda: mla(kv=zeros(8, 4), page_size=4.0), TypeError, "page_size is 4.0; it must be a whole number"),
+        (
+            lambda: DSATokenToKVPool(64, 0, torch.bfloat16, 16, 4, 2, index_head_dim=128),
+            ValueError,
+            "size is 64; it must be a multiple of page_size 0",
+        ),
+        (
+            lambda: DSATokenToKVPool(64, 16, torch.bfloat16, 16, 4, 2, index_head_dim=64),
+            ValueError,
+            "index_head_dim is 64; it must be a multiple of quant_block_size 128",
+        ),
+        (
+            lambda: dsa(kv=zeros(16, 4), index_k=zeros(4, 96), page_size=4, index_page_size=0),
+            ValueError,
+            "slots_per_row of index_k is 0",
+        ),
+        (
+            lambda: mamba(conv=[zeros(4, 2, 0)], temporal=zeros(4, 2)),
+            ValueError,
+            r"conv\[0\]\[0\] has shape .* element",
+        ),
+        (lambda: mamba(conv=[]), ValueError, "components is empty"),
+        (
+            lambda: mamba(conv=zeros(4, 2), side={1: zeros(4, 2), "1": zeros(4, 3)}),
+            ValueError,
+            "names are unique within a pool",
+        ),
         (lambda: DevicePool().describe([], 4), ValueError, "components is empty"),
     ],
 )

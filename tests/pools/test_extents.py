@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,16 @@ def test_indices_are_owned_by_the_caller() -> None:
     assert sorted(second.tolist()) == list(range(6, 16))
 
 
+def test_indices_are_on_the_cpu_and_may_be_changed_whatever_the_mode_they_were_made_in() -> None:
+    allocator = ExtentAllocator(8, 2)
+    with torch.inference_mode(), torch.device("meta"):
+        first, rest, none = allocator.alloc(6), allocator.alloc(10), allocator.alloc(0)
+    for indices in (first, rest, none):
+        assert indices is not None
+        assert (indices.device.type, indices.is_inference()) == ("cpu", False)
+        indices += 1
+
+
 def test_too_few_pages_give_none_and_change_nothing() -> None:
     allocator = ExtentAllocator(8, 4)
     allocator.alloc(12)
@@ -100,6 +111,18 @@ def test_a_negative_number_of_pages_raises() -> None:
 def test_impossible_sizes_raise(pages: int, page_size: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ExtentAllocator(pages, page_size)
+
+
+@pytest.mark.parametrize("value", [1.0, "1", None])
+def test_what_is_no_whole_number_is_named(value: Any) -> None:
+    for name, use in {
+        "pages": lambda: ExtentAllocator(value),
+        "page_size": lambda: ExtentAllocator(4, value),
+        "n_slots": lambda: ExtentAllocator(4).alloc(value),
+        "n": lambda: ExtentAllocator(4).alloc_pages(value),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name} is {value!r}; it must be a whole number"):
+            use()
 
 
 def test_a_pool_without_pages_works() -> None:

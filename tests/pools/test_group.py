@@ -235,6 +235,7 @@ def test_keys_size_a_transfer_that_comes_from_storage() -> None:
     ("bad", "message"),
     [
         ([PoolTransfer("swa")], "none of host_indices"),
+        ([transfer("swa", 2)] * 2, "one transfer twice"),
         ([transfer("swa", 3)], "page size 2"),
         ([PoolTransfer("indexer", indices_from_pool="kv")], "0 transfers"),
         ([PoolTransfer("indexer", indices_from_pool="swa"), transfer("swa", 2), transfer("swa", 2)], "2 transfers"),
@@ -473,6 +474,33 @@ def test_two_short_pools_are_each_asked_once() -> None:
     transfers = [transfer("swa", 1), transfer("swa", 1), transfer("mamba", 2)]
     assert group.resolve_host_transfers(transfers) is not None
     assert calls == {"mamba": [2], "swa": [2]}
+
+
+def test_reclaim_that_resolves_the_same_transfers_is_an_error_and_loses_no_slot() -> None:
+    group = group_of(kv=4, mamba=4, swa=4)
+    held = group.alloc(4, "swa")
+    assert held is not None
+    transfers = [transfer("mamba", 1), transfer("swa", 2)]
+
+    def evict(_: int) -> None:
+        group.free(held, "swa")
+        assert group.resolve_host_transfers(transfers) is not None
+
+    group.get_entry("swa").host_evict_fn = evict
+    with pytest.raises(RuntimeError, match="a reclaim callback filled transfers in"):
+        group.resolve_host_transfers(transfers)
+    assert free_slots(group) == {"kv": 4, "mamba": 3, "swa": 2}
+    assert group.release_transfers(transfers) == 3
+    assert free_slots(group) == {"kv": 4, "mamba": 4, "swa": 4}
+
+
+def test_reclaim_that_destroys_the_pool_is_an_error_and_loses_no_slot() -> None:
+    group = group_of(kv=4, mamba=4, swa=4)
+    group.alloc(4, "swa")
+    group.get_entry("swa").host_evict_fn = lambda _: group.get_pool("swa").destroy()
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        group.resolve_host_transfers([transfer("mamba", 1), transfer("swa", 2)])
+    assert free_slots(group) == {"kv": 4, "mamba": 4, "swa": 0}
 
 
 def test_an_interrupt_in_reclaim_is_passed_on_with_nothing_taken() -> None:

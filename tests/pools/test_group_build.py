@@ -129,7 +129,7 @@ def test_deepseek_v4_has_an_anchor_without_bytes_and_pools_on_its_slots() -> Non
 def test_a_mixed_group_brings_every_byte_back_in_one_operation() -> None:
     kv, states = dsa(), mamba()
     group = build_host_pool_group({"kv": kv, "mamba": states}, page_size=PAGE, host_to_device_ratio=2)
-    tensors = [*kv.kv_buffer, *kv.index_k_with_scale_buffer, *states.conv[0], *states.temporal]
+    tensors = [*kv.kv_buffer, *kv.index_k_with_scale_buffer, *states.conv_buffer[0], *states.temporal_buffer]
     for tensor in tensors:
         random_bytes(tensor)
     before = [tensor.clone() for tensor in tensors]
@@ -215,6 +215,13 @@ def test_shared_memory_and_layout_are_those_of_every_pool() -> None:
             "tail uses the slots of draft, which has none",
         ),
         ({"kv": mha(), "mamba": mamba()}, {"layout": "layer_first"}, "layer_first"),
+        ({"kv": mha()}, {"host_size": float("inf")}, "host_size is inf; it must be finite"),
+        ({"kv": mha()}, {"host_to_device_ratio": float("nan")}, "host_to_device_ratio is nan; it must be finite"),
+        (
+            {PoolName.DEEPSEEK_V4_C128: DeepSeekV4PagedPool(1024, 128, 128, 16, 2)},
+            {"page_size": 64, "host_size": 64.0},
+            "page_size is 64; a row of kv in device_pools.* stands for 128 slots",
+        ),
     ],
 )
 def test_a_bad_argument_is_named(device_pools: dict[str, Any], arguments: dict[str, Any], message: str) -> None:

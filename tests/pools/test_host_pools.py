@@ -1,8 +1,6 @@
 """Host pools: sizes, layouts, views, page memory, slots, life and errors, the same for every kind."""
 
-import gc
 import math
-import threading
 
 import pytest
 import torch
@@ -53,19 +51,11 @@ ATTRIBUTES = (
 )
 
 
-def make(bench, case_name, *, pages=6, layout="page_first", ratio=1.0, host_size=0.0, **options):
-    case = bench.cases[case_name]
-    page_size = case.page_sizes[-1]
-    device_pool = case.make(pages, page_size, "cpu")
-    bench.fill(device_pool)
-    return device_pool, case.host_class(device_pool, ratio, host_size, page_size, layout=layout, **options)
-
-
 # -- what engines and groups read
 
 
 def test_every_pool_has_the_attributes_that_engines_and_groups_read(bench, case_name):
-    _, pool = make(bench, case_name)
+    _, pool = bench.make(case_name)
     for name in (*ATTRIBUTES, *REQUIRED_POOL_ATTRIBUTES, "buffer", "transfer"):
         assert hasattr(pool, name), name
     assert pool.size == pool.page_num * pool.page_size == 6 * pool.device_pool.page_size
@@ -77,7 +67,7 @@ def test_every_pool_has_the_attributes_that_engines_and_groups_read(bench, case_
 
 
 def test_flags_say_what_the_transfers_do_and_why_not_more(bench, case_name):
-    _, pool = make(bench, case_name)
+    _, pool = bench.make(case_name)
     capabilities = pool.capabilities()
     assert capabilities.reason
     assert (pool.can_use_jit, pool.can_use_write_back_jit) == (capabilities.direct, capabilities.staged)
@@ -108,7 +98,7 @@ def test_without_memory_for_staging_the_flag_is_false_and_transfers_work(bench, 
 
     monkeypatch.setattr(StagingLane, "chunk_pages", no_memory)
     for policy in ("auto", "staged", "direct"):
-        device_pool, pool = make(bench, "mha", staging_ring=StagingRing("cpu"), transfer_policy=policy)
+        device_pool, pool = bench.make("mha", staging_ring=StagingRing("cpu"), transfer_policy=policy)
         assert not pool.can_use_write_back_jit
         assert pool.staging_page_capacity == 0
         if not pool.capabilities().build_error:
@@ -125,24 +115,24 @@ def test_without_memory_for_staging_the_flag_is_false_and_transfers_work(bench, 
 
 
 def test_the_ratio_sizes_a_pool_by_slots_and_a_host_size_by_bytes(bench, case_name):
-    device_pool, pool = make(bench, case_name, ratio=2.5)
+    device_pool, pool = bench.make(case_name, ratio=2.5)
     assert pool.page_num == int(6 * 2.5)
-    _, sized = make(bench, case_name, ratio=99.0, host_size=(7.5 * pool.page_bytes) / 1e9)
+    _, sized = bench.make(case_name, ratio=99.0, host_size=(7.5 * pool.page_bytes) / 1e9)
     assert sized.page_num == 7
     exact = type(pool)(device_pool, 0, 0, pool.page_size, pages=3)
     assert (exact.page_num, exact.size) == (3, 3 * pool.page_size)
 
 
 def test_element_sizes_come_from_shapes_alone(bench):
-    _, indexer = make(bench, "dsa_indexer")
+    _, indexer = bench.make("dsa_indexer")
     page_size = indexer.page_size
     assert indexer.indexer_page_stride_size == page_size * (8 + 4)
     assert indexer.page_bytes == indexer.layer_num * indexer.indexer_page_stride_size
-    _, rows_of_8 = make(bench, "dsa_indexer_small_rows")
+    _, rows_of_8 = bench.make("dsa_indexer_small_rows")
     assert rows_of_8.indexer_page_stride_size == 96 * rows_of_8.page_size // 8
-    _, mamba = make(bench, "mamba")
+    _, mamba = bench.make("mamba")
     assert mamba.page_bytes == 2 * (6 * 3 * 2 + 4 * 3 * 2 + 2 * 4 * 4 * 4 + 2 * 8 + 4)
-    device_pool = make(bench, "deepseek_v4_c128")[0]
+    device_pool = bench.make("deepseek_v4_c128")[0]
     paged = bench.cases["deepseek_v4_c128"].host_class(device_pool, 1.0, 0, 256)
     assert paged.page_bytes == 2 * 2 * 48
 
@@ -200,7 +190,7 @@ def test_pools_of_states_refuse_layer_first_and_pages_of_several_slots(bench, ca
 
 
 def test_views_show_the_bytes_of_each_layer_under_the_names_engines_use(bench, case_name, layout):
-    device_pool, pool = make(bench, case_name, layout=layout)
+    device_pool, pool = bench.make(case_name, layout=layout)
     slots = torch.randperm(6)
     pool.backup_from_device_all_layer(
         device_pool, torch.arange(pool.size), bench.slots(slots, pool.page_size), "kernel"
@@ -235,10 +225,10 @@ def test_every_kind_has_its_buffers(bench):
         "mamba": ("conv_buffer", "temporal_buffer", "side_buffer"),
     }
     for case_name, buffers in names.items():
-        pool = make(bench, case_name)[1]
+        pool = bench.make(case_name)[1]
         for name in buffers:
             assert len(getattr(pool, name)) > 0
-    assert set(make(bench, "mamba")[1].side_buffer) == {"steps", "flags"}
+    assert set(bench.make("mamba")[1].side_buffer) == {"steps", "flags"}
 
 
 def test_a_view_that_a_type_cannot_have_is_refused_with_the_reason(bench):
@@ -255,7 +245,7 @@ def test_a_view_that_a_type_cannot_have_is_refused_with_the_reason(bench):
 
 
 def test_page_memory_is_the_page_and_writable_without_a_copy(bench, case_name, layout):
-    _, pool = make(bench, case_name, layout=layout)
+    _, pool = bench.make(case_name, layout=layout)
     for page in range(pool.page_num):
         pool.write_page(page, bench.random_bytes(pool.page_bytes))
     pages = bench.read_pages(pool)
@@ -274,7 +264,7 @@ def test_page_memory_is_the_page_and_writable_without_a_copy(bench, case_name, l
 
 
 def test_pages_cover_the_buffer_and_never_overlap(bench, case_name, layout):
-    _, pool = make(bench, case_name, layout=layout)
+    _, pool = bench.make(case_name, layout=layout)
     covered = torch.zeros(pool.buffer.numel(), dtype=torch.int32)
     for page in range(pool.page_num):
         for offset, size in pool.page_parts(page):
@@ -283,7 +273,7 @@ def test_pages_cover_the_buffer_and_never_overlap(bench, case_name, layout):
 
 
 def test_a_page_or_its_data_of_a_wrong_size_is_refused(bench):
-    _, pool = make(bench, "mla")
+    _, pool = bench.make("mla")
     for page in (-1, pool.page_num):
         with pytest.raises(ValueError, match=f"page is {page}; the pool has pages 0 to 5"):
             pool.page_parts(page)
@@ -291,13 +281,19 @@ def test_a_page_or_its_data_of_a_wrong_size_is_refused(bench):
         pool.write_page(0, torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="float32"):
         pool.write_page(0, torch.zeros(pool.page_bytes))
+    with pytest.raises(TypeError, match="data is a bytes"):
+        pool.write_page(0, bytes(pool.page_bytes))
+    with pytest.raises(TypeError, match=r"page is 1\.0; it must be a whole number"):
+        pool.page_parts(1.0)
+    with pytest.raises(TypeError, match="layer_id is None; it must be a whole number"):
+        pool.load_to_device_per_layer(None, torch.arange(64), torch.arange(64), None)
 
 
 # -- slots
 
 
 def test_slots_are_owned_and_given_back(bench, case_name):
-    _, pool = make(bench, case_name)
+    _, pool = bench.make(case_name)
     size = pool.page_size
     first, second = pool.alloc(2 * size), pool.alloc(3 * size)
     assert first.dtype is torch.int64
@@ -320,121 +316,6 @@ def test_slots_are_owned_and_given_back(bench, case_name):
     pool.allocator.check_integrity()
 
 
-# -- transfers
-
-
-@pytest.mark.parametrize(
-    ("host", "device", "error", "message"),
-    [
-        (torch.arange(16), torch.arange(32), ValueError, "16.*32"),
-        (torch.arange(8), torch.arange(8), ValueError, "whole pages of 16"),
-        (torch.arange(16) + 8, torch.arange(16), ValueError, "not one page"),
-        (torch.arange(16) - 16, torch.arange(16), IndexError, "host_indices contains slot -16"),
-        (torch.arange(16) + 96, torch.arange(16), IndexError, "host_indices contains slot 111"),
-        (torch.arange(16), torch.arange(16) + 96, IndexError, "device_indices contains slot 111"),
-        (torch.arange(16).float(), torch.arange(16), TypeError, "host_indices has dtype"),
-        (torch.arange(16), torch.arange(16).view(4, 4), ValueError, "device_indices has shape"),
-    ],
-)
-def test_wrong_indices_are_named_and_nothing_moves(bench, host, device, error, message):
-    device_pool = bench.cases["mha"].make(6, 16, "cpu")
-    bench.fill(device_pool)
-    pool = MHATokenToKVPoolHost(device_pool, 1.0, 0, 16)
-    pool.buffer.copy_(before := bench.random_bytes(pool.buffer.numel()))
-    with pytest.raises(error, match=message):
-        pool.backup_from_device_all_layer(device_pool, host, device)
-    with pytest.raises(error, match=message):
-        pool.load_to_device_per_layer(device_pool, host, device, 0)
-    assert torch.equal(pool.buffer, before)
-
-
-@pytest.mark.parametrize("side", ["host_indices", "device_indices"])
-@pytest.mark.parametrize(
-    ("indices", "error", "message"),
-    [
-        (torch.arange(16).flip(0), ValueError, "not one row"),
-        (torch.arange(16) + 2, ValueError, "not one row"),
-        (torch.arange(16) - 4, IndexError, "contains slot -4"),
-        (torch.arange(16) + 4096, IndexError, "contains slot 4111"),
-        (torch.arange(14), ValueError, "multiple of the 4 slots of a row"),
-    ],
-)
-def test_slots_of_a_row_must_stay_together(bench, side, indices, error, message):
-    device_pool = bench.cases["deepseek_v4_c4"].make(6, 16, "cpu")
-    pool = bench.cases["deepseek_v4_c4"].host_class(device_pool, 1.0, 0, 16)
-    given = {"host_indices": torch.arange(16), "device_indices": torch.arange(16)} | {side: indices}
-    with pytest.raises(error, match=f"{side}.*{message}"):
-        pool.backup_from_device_all_layer(device_pool, **given)
-
-
-def test_indices_changed_in_place_between_two_calls_are_read_again(bench, case_name):
-    device_pool, pool = make(bench, case_name)
-    before = bench.cases[case_name].rows(device_pool)
-    slots = torch.arange(pool.size)
-    pool.backup_from_device_all_layer(device_pool, slots, slots)
-    bench.fill(device_pool)
-    host, device = bench.slots(torch.tensor([0]), pool.page_size), bench.slots(torch.tensor([1]), pool.page_size)
-    pool.load_to_device_all_layer(device_pool, host, device)
-    host += 2 * pool.page_size
-    device += 2 * pool.page_size
-    pool.load_to_device_all_layer(device_pool, host, device)
-    rows = pool.geometry.rows_per_page
-    for now, then in zip(bench.cases[case_name].rows(device_pool), before, strict=True):
-        for now_layer, then_layer in zip(now, then, strict=True):
-            now_pages, then_pages = now_layer.view(6, rows, -1), then_layer.view(6, rows, -1)
-            assert torch.equal(now_pages[[1, 3]], then_pages[[0, 2]])
-
-
-def test_strided_index_tensors_are_taken(bench):
-    device_pool, pool = make(bench, "mha_strided")
-    slots = torch.stack([torch.arange(pool.size), torch.zeros(pool.size, dtype=torch.int64)], dim=1)[:, 0]
-    assert not slots.is_contiguous()
-    pool.backup_from_device_all_layer(device_pool, slots, slots)
-    assert torch.equal(bench.row_bytes(pool.k_buffer[:, 1]), bench.row_bytes(device_pool.k_buffer[1]))
-
-
-@pytest.mark.parametrize("case_name", ["mha", "mla_blocks", "dsa_indexer", "deepseek_v4_c4", "mamba"])
-def test_virtual_indices_are_translated_when_the_transfer_is_queued(bench, case_name):
-    case = bench.cases[case_name]
-    page_size = case.page_sizes[-1]
-    device_pool = case.make(4, page_size, "cpu")
-    bench.fill(device_pool)
-    physical = torch.randperm(4)
-    virtual_pages = torch.randperm(12)[:4]
-    table = torch.zeros(12 * page_size, dtype=torch.int32)
-    table[bench.slots(virtual_pages, page_size)] = bench.slots(physical, page_size).int()
-    device_pool.index_translation = table
-    pool = case.host_class(device_pool, 1.0, 0, page_size)
-    before = case.rows(device_pool)
-    host, virtual = torch.arange(pool.size), bench.slots(virtual_pages, page_size)
-    pool.backup_from_device_all_layer(device_pool, host, virtual)
-    rows = pool.geometry.rows_per_page
-    pages = [[layer.view(4, rows, -1)[physical] for layer in component] for component in before]
-    assert torch.equal(bench.read_pages(pool), bench.host_pages("page_first", pages))
-    bench.fill(device_pool)
-    moved = torch.randperm(4)
-    table[virtual] = bench.slots(moved, page_size).int()
-    pool.load_to_device_all_layer(device_pool, host, virtual)
-    for now, then in zip(case.rows(device_pool), before, strict=True):
-        for now_layer, then_layer in zip(now, then, strict=True):
-            assert torch.equal(now_layer.view(4, rows, -1)[moved], then_layer.view(4, rows, -1)[physical])
-    with pytest.raises(IndexError, match="device_indices contains slot -1"):
-        pool.load_to_device_all_layer(device_pool, host, virtual.clone().fill_(-1))
-
-
-def test_arguments_of_a_transfer_are_checked(bench):
-    device_pool, pool = make(bench, "mha")
-    other, _ = make(bench, "mha")
-    slots = torch.arange(pool.size)
-    with pytest.raises(ValueError, match="io_backend is 'fast'; accepted are kernel, direct"):
-        pool.backup_from_device_all_layer(device_pool, slots, slots, "fast")
-    with pytest.raises(ValueError, match="device_pool is another MHATokenToKVPool"):
-        pool.backup_from_device_all_layer(other, slots, slots)
-    for layer in (-1, 2):
-        with pytest.raises(ValueError, match=f"layer_id is {layer}; layers of the pool: 2"):
-            pool.load_to_device_per_layer(device_pool, slots, slots, layer)
-
-
 # -- construction
 
 
@@ -448,6 +329,12 @@ def test_arguments_of_a_transfer_are_checked(bench):
         ({"device": "cuda"}, ValueError, "device is 'cuda'"),
         ({"page_size": 0}, ValueError, "page_size is 0"),
         ({"pages": 0}, ValueError, "pages is 0"),
+        ({"pages": 2.0}, TypeError, "pages is 2.0; it must be a whole number"),
+        ({"page_size": "16"}, TypeError, "page_size is '16'; it must be a whole number"),
+        ({"host_size": math.nan}, ValueError, "host_size is nan; it must be finite"),
+        ({"host_size": math.inf}, ValueError, "host_size is inf; it must be finite"),
+        ({"host_size": "4"}, TypeError, "host_size is '4'; it must be a number"),
+        ({"host_to_device_ratio": math.nan}, ValueError, "host_to_device_ratio is nan; it must be finite"),
         ({"host_to_device_ratio": 0.01}, ValueError, "host_to_device_ratio is 0.01"),
         ({"host_size": 1e-9}, ValueError, "host_size is 1e-09 GB"),
         (
@@ -462,6 +349,12 @@ def test_a_wrong_argument_is_named_with_what_is_accepted(change, error, message)
     arguments = {"device_pool": device_pool, "host_to_device_ratio": 1.0, "host_size": 0, "page_size": 16} | change
     with pytest.raises(error, match=message):
         MHATokenToKVPoolHost(**arguments)
+
+
+def test_the_page_size_is_the_device_pools_unless_it_is_given(bench, case_name):
+    case = bench.cases[case_name]
+    device_pool = case.make(4, case.page_sizes[0], "cpu")
+    assert case.host_class(device_pool, 1.0, 0).page_size == device_pool.page_size
 
 
 def test_page_sizes_must_hold_whole_rows(bench):
@@ -515,164 +408,12 @@ def test_registrations_end_between_pages(bench, case_name, layout):
 
 @pytest.mark.parametrize("case_name", ["mha", "mla", "dsa_indexer", "deepseek_v4_c4", "deepseek_v4_state", "mamba"])
 def test_shared_memory_is_honoured_by_every_kind_and_seen_by_who_attaches(bench, case_name):
-    device_pool, pool = make(bench, case_name, allocator_type="shared")
+    device_pool, pool = bench.make(case_name, allocator_type="shared")
     slots = torch.arange(pool.size)
     pool.backup_from_device_all_layer(device_pool, slots, slots)
     with attach_host_buffer(pool.host_buffer.shared_name, pin=False, page_bytes=pool.page_bytes) as attached:
         assert torch.equal(attached.tensor, pool.buffer)
     pool.destroy()
-
-
-# -- life
-
-
-def test_a_destroyed_pool_says_so_and_can_be_destroyed_again(bench, case_name):
-    device_pool, pool = make(bench, case_name)
-    slots = torch.arange(pool.size)
-    pool.backup_from_device_all_layer(device_pool, slots, slots)
-    pool.destroy()
-    pool.destroy()
-    for use in (
-        lambda: pool.alloc(pool.page_size),
-        lambda: pool.alloc_pages(1),
-        lambda: pool.backup_from_device_all_layer(device_pool, slots, slots),
-        lambda: pool.load_to_device_per_layer(device_pool, slots, slots, 0),
-        lambda: pool.load_to_device_all_layer(device_pool, slots, slots),
-        lambda: pool.read_page(0),
-        lambda: pool.page_memory(0),
-        lambda: pool.write_page(0, torch.zeros(pool.page_bytes, dtype=torch.uint8)),
-        lambda: pool.buffer,
-        lambda: pool.transfer,
-        lambda: pool.capabilities(),
-        lambda: pool.component_view(pool.geometry.components[0].name),
-    ):
-        with pytest.raises(RuntimeError, match=f"this {type(pool).__name__} has been destroyed"):
-            use()
-
-
-class Event:
-    """An event that is done once a test says so."""
-
-    def __init__(self):
-        self.done = threading.Event()
-
-    def query(self):
-        return self.done.is_set()
-
-    def synchronize(self):
-        assert self.done.wait(30)
-
-
-def test_destroy_waits_for_transfers_in_flight(bench, monkeypatch):
-    from dataclasses import replace
-
-    device_pool, pool = make(bench, "mha")
-    slots = torch.arange(pool.size)
-    released, ready = Event(), Event()
-    write_back = pool.transfer.write_back
-    monkeypatch.setattr(
-        pool.transfer,
-        "write_back",
-        lambda *args, **options: replace(write_back(*args, **options), device_released=released, host_ready=ready),
-    )
-    pool.backup_from_device_all_layer(device_pool, slots, slots)
-    buffer = pool.buffer
-    expected = buffer.clone()
-    destroyed = threading.Event()
-    thread = threading.Thread(target=lambda: (pool.destroy(), destroyed.set()))
-    thread.start()
-    released.done.set()
-    while not pool._gate.closed:
-        pass
-    assert not destroyed.is_set()
-    assert torch.equal(buffer, expected)
-    ready.done.set()
-    thread.join(30)
-    assert destroyed.is_set()
-
-
-def test_destroy_waits_for_a_call_under_way(bench, monkeypatch):
-    device_pool, pool = make(bench, "mha")
-    slots = torch.arange(pool.size)
-    inside, go_on = threading.Event(), threading.Event()
-    write_back = pool.transfer.write_back
-
-    def slow(*args, **options):
-        inside.set()
-        assert go_on.wait(30)
-        return write_back(*args, **options)
-
-    monkeypatch.setattr(pool.transfer, "write_back", slow)
-    results = []
-    writer = threading.Thread(
-        target=lambda: results.append(pool.backup_from_device_all_layer(device_pool, slots, slots))
-    )
-    writer.start()
-    assert inside.wait(30)
-    destroyer = threading.Thread(target=pool.destroy)
-    destroyer.start()
-    while not pool._gate.closed:
-        pass
-    assert destroyer.is_alive()
-    go_on.set()
-    for thread in (writer, destroyer):
-        thread.join(30)
-        assert not thread.is_alive()
-    assert results[0].bytes == pool.page_num * pool.page_bytes
-
-
-def test_results_that_are_done_are_not_kept(bench, monkeypatch):
-    from dataclasses import replace
-
-    device_pool, pool = make(bench, "mha")
-    slots = torch.arange(pool.size)
-    event = Event()
-    event.done.set()
-    write_back = pool.transfer.write_back
-    monkeypatch.setattr(
-        pool.transfer, "write_back", lambda *args, **options: replace(write_back(*args, **options), host_ready=event)
-    )
-    for _ in range(20):
-        pool.backup_from_device_all_layer(device_pool, slots, slots)
-    assert len(pool._gate._results) == 1
-
-
-def test_a_pool_that_is_dropped_gives_its_memory_back(bench):
-    import weakref
-
-    _, pool = make(bench, "mha")
-    memory = weakref.ref(pool.host_buffer)
-    del pool
-    gc.collect()
-    assert memory() is None
-
-
-def test_eight_threads_move_pages_of_one_pool_without_mixing_them(bench, case_name):
-    device_pool, pool = make(bench, case_name, pages=16)
-    before = bench.cases[case_name].rows(device_pool)
-    errors = []
-
-    def move(thread):
-        try:
-            pages = torch.tensor([2 * thread, 2 * thread + 1])
-            slots = bench.slots(pages, pool.page_size)
-            for _ in range(10):
-                host = pool.alloc(2 * pool.page_size)
-                pool.backup_from_device_all_layer(device_pool, host, slots)
-                for layer in range(pool.layer_num):
-                    pool.load_to_device_per_layer(device_pool, host, slots, layer)
-                pool.free(host)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=move, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert bench.same(bench.cases[case_name].rows(device_pool), before)
-    assert pool.available_size() == pool.size
 
 
 # -- a pool without bytes

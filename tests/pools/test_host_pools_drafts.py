@@ -118,11 +118,24 @@ def test_a_draft_that_does_not_fit_its_owner_is_refused(draft, message):
         host_pool(pool(2), [draft])
 
 
+def test_a_draft_to_which_the_owners_indices_mean_something_else_is_refused():
+    with pytest.raises(ValueError, match=r"packed_draft_device_pools\[1\] has page_size 32; the owner has 16"):
+        host_pool(pool(2), [pool(1), pool(1, page_size=32)])
+    table = torch.arange(64).flip(0)
+    with pytest.raises(ValueError, match=r"packed_draft_device_pools\[0\] has an index_translation of its own"):
+        host_pool(pool(2), [pool(1, index_translation=table)])
+    assert host_pool(pool(2, index_translation=table), [pool(1, index_translation=table)]).layer_num == 3
+
+
 def test_a_draft_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="component 'k' is not in this MLATokenToKVPool"):
         host_pool(pool(2), [MLATokenToKVPool(64, 16, torch.bfloat16, 16, 4, 1)])
     with pytest.raises(TypeError, match="packed_draft_device_pools holds a object"):
         host_pool(pool(2), [object()])
+    itself = SimpleNamespace()
+    itself.device_pool = itself
+    with pytest.raises(TypeError, match="packed_draft_device_pools holds a SimpleNamespace"):
+        unwrap_draft_pool(itself)
     assert unwrap_draft_pool(wrapped(draft := pool(1), "twice")) is draft
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from hicache_kernels import HostLayout, TransferPolicy
 
+from .checks import finite, whole
 from .device_pools import (
     DeepSeekV4PagedPool,
     DeepSeekV4StatePool,
@@ -153,7 +154,7 @@ def build_host_pool_group(
     Exception
         What a pool raises; those made before it have been destroyed.
     """
-    plans = _plans(device_pools, page_size)
+    plans = _plans(device_pools, whole("page_size", page_size))
     anchor_pages = _bare_anchor_pages(plans)
     pages = _pages(plans, host_size, host_to_device_ratio, anchor_pages)
     options = memory_options or HostMemoryOptions()
@@ -263,6 +264,12 @@ def _plan(name: str, spec: PoolSpec, page_size: int) -> _Plan:
             )
         host_pool_type = fits[0]
     page_size = host_pool_type.fixed_page_size or page_size
+    for component in spec.device_pool.components:
+        if page_size % component.slots_per_row:
+            raise ValueError(
+                f"page_size is {page_size}; a row of {component.name} in device_pools[{name!r}] stands for "
+                f"{component.slots_per_row} slots, so the page size must be a multiple of that"
+            )
     wanted = host_pool_type.component_names
     pools = (spec.device_pool, *(unwrap_draft_pool(draft) for draft in spec.packed_draft_device_pools))
     page_bytes = sum(
@@ -297,13 +304,16 @@ def _pages(
     for plan in plans:
         page_bytes[plan.source or plan.name] += plan.page_bytes
 
-    if host_size > 0:
+    if finite("host_size", host_size) > 0:
         left = int(host_size * 1e9) - sum(page_bytes[name] * count for name, count in fixed.items())
         mirrored = sum(page_bytes[name] * count for name, count in device_pages.items() if name not in fixed)
         # Whole numbers, so that rounding never asks for more than there is.
         shares = {name: count * max(left, 0) // max(mirrored, 1) for name, count in device_pages.items()}
     else:
-        shares = {name: int(count * host_to_device_ratio) for name, count in device_pages.items()}
+        shares = {
+            name: int(count * finite("host_to_device_ratio", host_to_device_ratio))
+            for name, count in device_pages.items()
+        }
     pages = shares | fixed
     for name, count in pages.items():
         if count < 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .checks import whole
 from .extent_index import MAX_PAGES, ExtentIndex, Run
 
 PageArray = npt.NDArray[np.int64]
@@ -72,8 +72,8 @@ class ExtentAllocator:
     """
 
     def __init__(self, pages: int, page_size: int = 1) -> None:
-        self._page_num = operator.index(pages)
-        self._page_size = operator.index(page_size)
+        self._page_num = whole("pages", pages)
+        self._page_size = whole("page_size", page_size)
         if not 0 <= self._page_num <= MAX_PAGES:
             raise ValueError(f"pages={pages} is not in 0..{MAX_PAGES}")
         if self._page_size < 1:
@@ -124,15 +124,15 @@ class ExtentAllocator:
         ValueError
             If ``n_slots`` is negative or not a multiple of ``page_size``.
         """
-        pages, rest = divmod(operator.index(n_slots), self._page_size)
+        pages, rest = divmod(whole("n_slots", n_slots), self._page_size)
         if pages < 0 or rest:
             raise ValueError(f"n_slots={n_slots} is not a non-negative multiple of page_size={self._page_size}")
         runs = self._take(pages)
         if runs is None:
             return None
-        size = self._page_size
-        parts = [torch.arange(start * size, (start + length) * size) for start, length in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        # Indices outlive the mode they were made in, and a tensor made in inference mode cannot be changed outside it.
+        with torch.inference_mode(False):
+            return torch.from_numpy(_numbers(runs, self._page_size))
 
     def alloc_pages(self, n: int) -> PageArray | None:
         """Take pages.
@@ -152,14 +152,11 @@ class ExtentAllocator:
         ValueError
             If ``n`` is negative.
         """
-        pages = operator.index(n)
+        pages = whole("n", n)
         if pages < 0:
             raise ValueError(f"n={n} pages is negative")
         runs = self._take(pages)
-        if runs is None:
-            return None
-        parts = [np.arange(start, start + length, dtype=np.int64) for start, length in runs]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return None if runs is None else _numbers(runs, 1)
 
     def free(self, indices: torch.Tensor) -> int:
         """Give slots back: whole pages, each page's slots in order, the pages in any order.
@@ -310,6 +307,12 @@ class ExtentAllocator:
             self._available += len(ordered)
             self._frees += 1
         return len(ordered)
+
+
+def _numbers(runs: list[Run], size: int) -> PageArray:
+    """Every number of the runs, at ``size`` numbers a page."""
+    parts = [np.arange(start * size, (start + length) * size, dtype=np.int64) for start, length in runs]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def _integers(name: str, values: Any) -> PageArray:

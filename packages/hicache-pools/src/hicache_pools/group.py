@@ -228,8 +228,10 @@ class HostPoolGroup:
         KeyError
             A transfer names a pool that the group does not have.
         ValueError
-            A transfer has nothing to size it by or part of a page, or derives from a pool that this operation does not
-            have, or has indices other than its source's. Nothing was changed.
+            A transfer is there twice, has nothing to size it by or part of a page, derives from a pool that this
+            operation does not have, or has indices other than its source's. Nothing was changed.
+        RuntimeError
+            A reclaim callback resolved these very transfers; they are as it left them.
         """
         return self._resolve(transfers or (), "host", primary_host_indices, primary_device_indices)
 
@@ -288,6 +290,8 @@ class HostPoolGroup:
         primary_host_indices: torch.Tensor | None,
         primary_device_indices: torch.Tensor | None,
     ) -> list[PoolTransfer] | None:
+        if len({id(transfer) for transfer in transfers}) < len(transfers):
+            raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)
         sources = self._sources(transfers, primary)
         owners = [t for t in transfers if t.indices_from_pool is None and _indices(t, side) is None]
@@ -302,6 +306,10 @@ class HostPoolGroup:
         taken = self._slots.take(requests, side)
         if taken is None:
             return None
+        if any(_indices(transfer, side) is not None for transfer in owners):
+            for request, indices in zip(requests, taken, strict=True):
+                give_slots(request.entry, indices, side)
+            raise RuntimeError(f"a reclaim callback filled transfers in: {[str(transfer.name) for transfer in owners]}")
         for transfer, indices in zip(owners, taken, strict=True):
             _set_indices(transfer, side, indices, from_group=True)
         for transfer, source in sources:

@@ -74,8 +74,15 @@ class _Memory:
     drain: Callable[[], None] | None = None
     process: int = field(default_factory=os.getpid)
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork: then the memory is pinned for its parent, which still uses it."""
+        return self.process != os.getpid()
+
     def wait(self) -> None:
-        """Return once no transfer can be using the memory."""
+        """Return once no transfer can be using the memory. A fork has none, and the memory is its parent's to drain."""
+        if self.forked:
+            return
         if self.drain is not None:
             self.drain()
         # Also what was queued past the drain, as pages must never go from under a copy.
@@ -84,7 +91,7 @@ class _Memory:
 
     def unpin_and_free(self) -> None:
         """Unregister, then free; views that are still alive then read zeros, they never fault."""
-        if self.runtime is not None:
+        if self.runtime is not None and not self.forked:
             unregister_chunks(self.runtime, self.registered)
         self.registered = ()
         if self.shared is None:
@@ -98,8 +105,8 @@ class _Memory:
 
     def finish(self) -> None:
         """Last resort, when every view is gone or the interpreter ends: like close, but never raises."""
-        if self.process != os.getpid():
-            return  # A fork: the memory is pinned for the parent, which still uses it.
+        if self.forked:
+            return
         try:
             self.wait()
         except Exception:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from hicache_kernels import DeviceRows
 
 from .device_pools import DeviceComponent, DevicePool
+
+MAX_WRAPPERS = 8
+"""How deep a draft pool may be wrapped; a wrapper of itself is deeper."""
 
 
 @runtime_checkable
@@ -42,17 +46,31 @@ def unwrap_draft_pool(draft: object) -> DevicePool:
         If there is none.
     """
     found = draft
-    while not isinstance(found, DevicePool):
+    for _ in range(MAX_WRAPPERS):
+        if isinstance(found, DevicePool):
+            return found
         if isinstance(found, WrapsFullAttentionPool):
             found = found.full_kv_pool
         elif isinstance(found, WrapsDevicePool):
             found = found.device_pool
-        else:
-            raise TypeError(
-                f"packed_draft_device_pools holds a {type(draft).__name__}; accepted are a DevicePool and objects with "
-                "one as device_pool or full_kv_pool"
-            )
-    return found
+    raise TypeError(
+        f"packed_draft_device_pools holds a {type(draft).__name__}; accepted are a DevicePool and objects with one as "
+        "device_pool or full_kv_pool"
+    )
+
+
+def check_draft(owner: DevicePool, draft: DevicePool, number: int) -> None:
+    """Raise ValueError where the indices of the owner would mean something else to draft ``number``."""
+    if draft.page_size != owner.page_size:
+        raise ValueError(
+            f"packed_draft_device_pools[{number}] has page_size {draft.page_size}; the owner has {owner.page_size}, "
+            "and a packed draft shares its pages"
+        )
+    if draft.index_translation is not None and draft.index_translation is not owner.index_translation:
+        raise ValueError(
+            f"packed_draft_device_pools[{number}] has an index_translation of its own; a packed draft has the owner's "
+            "or none"
+        )
 
 
 def append_draft_layers(owner: DeviceComponent, drafts: Sequence[DeviceComponent]) -> DeviceComponent:
@@ -79,19 +97,9 @@ def append_draft_layers(owner: DeviceComponent, drafts: Sequence[DeviceComponent
                     f"{wanted}, and a packed draft must have the same"
                 )
     parts = (owner, *drafts)
-    rows = DeviceRows(
-        tuple(tensor for part in parts for tensor in part.rows.tensors),
-        tuple(base for part in parts for base in part.rows.bases),
-        owner.rows.rows_per_layer,
-        owner.rows.slots,
-        owner.rows.slot_stride,
-        owner.rows.block_slots,
-        owner.rows.block_stride,
-    )
     tensors = tuple(tensor for part in parts for tensor in part.tensors)
-    return DeviceComponent(
-        owner.name, tensors, rows, owner.row_bytes, owner.element_shape, owner.dtype, owner.slots_per_row
-    )
+    bases = tuple(base for part in parts for base in part.rows.bases)
+    return replace(owner, tensors=tensors, rows=replace(owner.rows, tensors=tensors, bases=bases))
 
 
 def _strides(rows: DeviceRows) -> tuple[int, int, int]:

@@ -143,5 +143,5 @@ def read_slots(device_pool: DevicePool, slots: torch.Tensor) -> dict[str, torch.
 
 
 def _row_view(component: DeviceComponent, row: int) -> torch.Tensor:
-    nowhere = HostRows(torch.empty(0, dtype=torch.uint8), HostStrides(0, 0, 0, 0), 1, 1)
+    nowhere = HostRows(torch.empty(0, dtype=torch.uint8, device="cpu"), HostStrides(0, 0, 0, 0), 1, 1)
     return reference.device_row_view(Plane(component.name, component.row_bytes, component.rows, nowhere), row)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checks import whole
 from .components import DeviceComponent
 
 
@@ -58,12 +59,16 @@ class DevicePool:
 
         Raises
         ------
-        ValueError
-            If components differ in layers, slots or device, or pages do not hold whole rows.
+        TypeError, ValueError
+            If components share a name, differ in layers, slots or device, or pages do not hold whole rows.
         """
         if not components:
             raise ValueError("components is empty; a device pool has at least one")
         first = components[0]
+        names = [component.name for component in components]
+        if len(set(names)) < len(names):
+            raise ValueError(f"components are called {names}; names are unique within a pool")
+        page_size = whole("page_size", page_size)
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1")
         for component in components:
@@ -116,7 +121,9 @@ class DevicePool:
 
 
 def check_index_translation(table: torch.Tensor) -> None:
-    """Raise ValueError unless the table is a one-dimensional tensor of int64 or int32."""
+    """Raise TypeError or ValueError unless the table is a one-dimensional tensor of int64 or int32."""
+    if not isinstance(table, torch.Tensor):
+        raise TypeError(f"index_translation is a {type(table).__name__}; it must be a tensor")
     if table.dim() != 1 or table.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"index_translation has shape {tuple(table.shape)} and dtype {table.dtype}; it must be [virtual slots] of "

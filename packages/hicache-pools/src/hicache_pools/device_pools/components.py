@@ -65,6 +65,17 @@ class DeviceComponent:
         """Layers that have rows."""
         return self.rows.layers
 
+    def check_in_place(self) -> None:
+        """Raise RuntimeError where the memory under the first layer is no longer the memory that was described.
+
+        An engine that frees its cache frees all layers; looking at one costs next to nothing.
+        """
+        if self.tensors[0].data_ptr() != self.rows.bases[0]:
+            raise RuntimeError(
+                f"{self.name}[0] was described at {self.rows.bases[0]:#x} and lies at {self.tensors[0].data_ptr():#x}: "
+                "its memory was freed or replaced; describe the new memory and make a new host pool"
+            )
+
 
 def component_from_tensors(
     name: str,
@@ -81,7 +92,7 @@ def component_from_tensors(
         The argument the tensors were passed as; it names the component too.
     tensors
         One a layer, of one shape, stride, dtype and device. The dimensions of the element must be dense, those
-        before it may be strided.
+        before it may be strided, as long as no two rows overlap.
     form
         Order of the dimensions.
     slots_per_row
@@ -100,7 +111,7 @@ def component_from_tensors(
     if form is BufferForm.HEAD_MAJOR:
         if first.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(first.shape)}; a head-major buffer is [heads, slots, dim]")
-        _check_dense(name, first, 2)
+        _check_strides(name, first, 2)
         heads, _, dim = first.shape
         rows = DeviceRows.head_major(tensors)
         return DeviceComponent(
@@ -110,7 +121,7 @@ def component_from_tensors(
     if first.dim() <= index_dims:
         wanted = "[slots, ...]" if index_dims == 1 else "[blocks, block, ...]"
         raise ValueError(f"{name} has shape {tuple(first.shape)}; a {form.value} buffer is {wanted}")
-    _check_dense(name, first, index_dims)
+    _check_strides(name, first, index_dims)
     element = tuple(first.shape[index_dims:])
     rows = DeviceRows.slot_major(tensors) if index_dims == 1 else DeviceRows.block_major(tensors)
     row_bytes = element_bytes(element, first.dtype)
@@ -158,7 +169,7 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
     return layers
 
 
-def _check_dense(name: str, tensor: torch.Tensor, index_dims: int) -> None:
+def _check_strides(name: str, tensor: torch.Tensor, index_dims: int) -> None:
     expected = 1
     for dim in range(tensor.dim() - 1, index_dims - 1, -1):
         if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
@@ -167,3 +178,11 @@ def _check_dense(name: str, tensor: torch.Tensor, index_dims: int) -> None:
                 f"{index_dims} on must be dense, only those before may be strided"
             )
         expected *= tensor.shape[dim]
+    reach = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride < reach:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that rows overlap; every "
+                "slot must have memory of its own"
+            )
+        reach += stride * (extent - 1)

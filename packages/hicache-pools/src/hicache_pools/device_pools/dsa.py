@@ -57,8 +57,12 @@ class DSATokenToKVPool(MLATokenToKVPool):
         quant_block_size: int = 128,
         index_translation: torch.Tensor | None = None,
     ) -> None:
-        if size % page_size:
+        if page_size < 1 or size % page_size:
             raise ValueError(f"size is {size}; it must be a multiple of page_size {page_size}")
+        if quant_block_size < 1 or index_head_dim % quant_block_size:
+            raise ValueError(
+                f"index_head_dim is {index_head_dim}; it must be a multiple of quant_block_size {quant_block_size}"
+            )
         kv_shape = (size, 1, kv_lora_rank + qk_rope_head_dim)
         index_shape = (size // page_size, page_size * (index_head_dim + index_head_dim // quant_block_size * 4))
         kv = [torch.zeros(kv_shape, dtype=dtype, device=device) for _ in range(layer_num)]
@@ -91,7 +95,8 @@ class DSATokenToKVPool(MLATokenToKVPool):
             See :class:`DevicePool`.
         """
         pool = cls.__new__(cls)
-        pool._describe_sparse(kv, index_k, page_size, index_page_size or page_size, index_translation)
+        index_page_size = page_size if index_page_size is None else index_page_size
+        pool._describe_sparse(kv, index_k, page_size, index_page_size, index_translation)
         return pool
 
     def _describe_sparse(

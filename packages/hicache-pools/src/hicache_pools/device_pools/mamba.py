@@ -36,12 +36,12 @@ class MambaPool(DevicePool):
 
     Attributes
     ----------
-    conv
-        Convolution states: ``conv[i][layer]`` is ``[slots, *conv_shapes[i]]``.
-    temporal
-        Temporal state: ``temporal[layer]`` is ``[slots, *temporal_shape]``.
-    side
-        Side states: ``side[name][layer]`` is ``[slots, ...]``.
+    conv_buffer
+        Convolution states: ``conv_buffer[i][layer]`` is ``[slots, *conv_shapes[i]]``.
+    temporal_buffer
+        Temporal state: ``temporal_buffer[layer]`` is ``[slots, *temporal_shape]``; empty where there is none.
+    side_buffer
+        Side states: ``side_buffer[name][layer]`` is ``[slots, ...]``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MambaPool(DevicePool):
         cls,
         *,
         conv: Layers | Sequence[Layers],
-        temporal: Layers,
+        temporal: Layers = (),
         side: Layers | Sequence[Layers] | Mapping[str, Layers] | None = None,
         page_size: int = 1,
         index_translation: torch.Tensor | None = None,
@@ -85,7 +85,7 @@ class MambaPool(DevicePool):
             One tensor a layer, or for several convolution states one such sequence for each: ``conv[i][layer]``.
             ``stacked.unbind(0)`` makes the layers of a tensor ``[layers, slots, ...]``.
         temporal
-            One tensor a layer.
+            One tensor a layer; none for a model that keeps convolution states alone.
         side
             One tensor a layer; a sequence of such sequences, named 0, 1, ...; or a mapping from names to them.
         page_size
@@ -95,11 +95,9 @@ class MambaPool(DevicePool):
         """
         if page_size != 1:
             raise ValueError(f"page_size is {page_size}; a state pool has pages of 1 slot")
-        named = dict(side) if isinstance(side, Mapping) else dict(enumerate(_families("side", side or ())))
+        named = side if isinstance(side, Mapping) else {str(i): s for i, s in enumerate(_families("side", side or ()))}
         pool = cls.__new__(cls)
-        pool._describe_states(
-            _families("conv", conv), temporal, {str(name): layers for name, layers in named.items()}, index_translation
-        )
+        pool._describe_states(_families("conv", conv), temporal, named, index_translation)
         return pool
 
     def _describe_states(
@@ -110,12 +108,12 @@ class MambaPool(DevicePool):
         index_translation: torch.Tensor | None,
     ) -> None:
         components = [_state(f"conv[{i}]", layers) for i, layers in enumerate(conv)]
-        components.append(_state("temporal", temporal))
+        components += [_state("temporal", temporal)] if len(temporal) else []
         components += [_state(f"side[{name}]", layers) for name, layers in side.items()]
         self.describe(components, 1, index_translation)
-        self.conv = [list(layers) for layers in conv]
-        self.temporal = list(temporal)
-        self.side = {name: list(layers) for name, layers in side.items()}
+        self.conv_buffer = [list(layers) for layers in conv]
+        self.temporal_buffer = list(temporal)
+        self.side_buffer = {name: list(layers) for name, layers in side.items()}
 
 
 def _state(name: str, layers: Layers) -> DeviceComponent:

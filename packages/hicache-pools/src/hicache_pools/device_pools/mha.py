@@ -78,7 +78,8 @@ class MHATokenToKVPool(DevicePool):
             strided.
         kv
             Instead of both, one tensor a layer with K and V together: ``[2, blocks, block, heads, dim]``,
-            ``[blocks, 2, block, heads, dim]`` (the first where both could be meant) or ``[2, slots, heads, dim]``.
+            ``[blocks, 2, block, heads, dim]`` or ``[2, slots, heads, dim]``. With two blocks the first is meant; views
+            passed as ``k`` and ``v`` make the second.
         page_size
             Slots a page.
         form

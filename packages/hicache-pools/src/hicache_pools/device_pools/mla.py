@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -96,5 +97,4 @@ def latent_component(kv: Sequence[torch.Tensor]) -> DeviceComponent:
         )
     form = BufferForm.SLOT_MAJOR if len(shape) == 2 or shape[1] == 1 else BufferForm.BLOCK_MAJOR
     component = component_from_tensors("kv", kv, form)
-    dim = component.element_shape[-1]
-    return DeviceComponent("kv", component.tensors, component.rows, component.row_bytes, (1, dim), component.dtype)
+    return replace(component, element_shape=(1, component.element_shape[-1]))

@@ -22,13 +22,14 @@ from hicache_kernels import (
     host_strides,
 )
 
-from ..device_pools import DevicePool
+from ..checks import whole
+from ..device_pools import DeviceComponent, DevicePool
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
-from ..packed_draft import append_draft_layers, unwrap_draft_pool
+from ..packed_draft import append_draft_layers, check_draft, unwrap_draft_pool
 from ..simulation import ReferenceTransfer, simulation_is_active
-from .geometry import PagePart, PoolGeometry, page_parts, pool_geometry, typed_view
-from .indices import IndexRows
+from .geometry import PagePart, page_count, page_parts, pool_geometry, typed_view
+from .indices import IndexRows, Rows
 from .memory_options import HostMemoryOptions, allocate_pool_buffer
 from .staging import pool_staging
 from .transfer_gate import TransferGate
@@ -58,7 +59,7 @@ class HostPool:
     host_size
         Size in GB (10**9 bytes), where positive.
     page_size
-        Slots a page.
+        Slots a page; None takes the device pool's.
     layout
         A :class:`hicache_kernels.HostLayout`; never rewritten.
     pin_memory
@@ -122,7 +123,7 @@ class HostPool:
         device_pool: DevicePool,
         host_to_device_ratio: float,
         host_size: float,
-        page_size: int,
+        page_size: int | None = None,
         layout: HostLayout | str = HostLayout.PAGE_FIRST,
         pin_memory: bool = True,
         device: str = "cpu",
@@ -146,26 +147,23 @@ class HostPool:
             raise ValueError(f"device_pool is on {device_pool.device}; inside cpu_simulation it must be on the CPU")
         policy = _one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
         self.layout = HostLayout(_one_of("layout", layout, self.layouts))
+        page_size = device_pool.page_size if page_size is None else whole("page_size", page_size)
         if self.fixed_page_size is not None and page_size != self.fixed_page_size:
             raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
 
-        drafts = tuple(unwrap_draft_pool(draft) for draft in packed_draft_device_pools)
-        names = self._component_names(device_pool)
-        components = [
-            append_draft_layers(device_pool.component(name), [draft.component(name) for draft in drafts])
-            for name in names
-        ]
+        self.device_pool = device_pool
+        self._wrapped_drafts = tuple(packed_draft_device_pools)
+        self.packed_draft_device_pools = tuple(unwrap_draft_pool(draft) for draft in self._wrapped_drafts)
+        self._components = self._components_with_drafts()
+        components = tuple(self._components.values())
         self.geometry = pool_geometry(components, self.layout, page_size, components[0].layers)
         if pages is None:
-            pages = _page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
+            pages = page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
+        pages = whole("pages", pages)
         if pages < 1:
             raise ValueError(f"pages is {pages}; a host pool has at least 1")
-        self.device_pool = device_pool
-        self.packed_draft_device_pools = drafts
-        self._wrapped_drafts = tuple(packed_draft_device_pools)
         self.dtype = device_pool.dtype
         self._set_up_slots(pages)
-        self._components = {component.name: component for component in components}
         self._strides = host_strides(
             self.layout,
             self.geometry.element_bytes,
@@ -182,20 +180,33 @@ class HostPool:
             options=memory_options or HostMemoryOptions(),
             drain=self._gate.drain,
         )
-        transfer_type = ReferenceTransfer if simulated else PlaneTransfer
-        self._transfer: PlaneTransfer | None = transfer_type(
-            [
-                Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
-                for c, s in zip(components, self._strides, strict=True)
-            ],
-            boundaries=self._host_buffer.boundaries,
-            ring=staging_ring,
-        )
         self._index_rows = IndexRows(
             device_pool, size=self.size, slots_per_row=page_size // self.geometry.rows_per_page
         )
         self._policy = TransferPolicy(policy)
-        self._init_write_back_staging_buffers()
+        transfer_type = ReferenceTransfer if simulated else PlaneTransfer
+        try:
+            self._transfer: PlaneTransfer | None = transfer_type(
+                [
+                    Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
+                    for c, s in zip(components, self._strides, strict=True)
+                ],
+                boundaries=self._host_buffer.boundaries,
+                ring=staging_ring,
+            )
+            self._init_write_back_staging_buffers()
+        except BaseException:
+            self._host_buffer.close()
+            raise
+
+    def _components_with_drafts(self) -> dict[str, DeviceComponent]:
+        drafts = self.packed_draft_device_pools
+        for number, draft in enumerate(drafts):
+            check_draft(self.device_pool, draft, number)
+        return {
+            name: append_draft_layers(self.device_pool.component(name), [draft.component(name) for draft in drafts])
+            for name in self._component_names(self.device_pool)
+        }
 
     @classmethod
     def _component_names(cls, device_pool: DevicePool) -> tuple[str, ...]:
@@ -246,10 +257,11 @@ class HostPool:
     @property
     def transfer(self) -> PlaneTransfer:
         """The planes and the ways to move them; RuntimeError once destroyed."""
+        transfer = self._transfer
         self._gate.check_open()
-        if self._transfer is None:
+        if transfer is None:
             raise RuntimeError(f"a {type(self).__name__} has no bytes, so it has no transfer")
-        return self._transfer
+        return transfer
 
     def backup_from_device_all_layer(
         self,
@@ -265,7 +277,9 @@ class HostPool:
         device_pool
             The pool this one was made for, or None.
         host_indices, device_indices
-            int64 or int32 ``[n]`` on any device, whole pages in order.
+            int64 or int32 ``[n]`` on CPU or the pool's device, whole pages in order, no destination twice. The same
+            tensors passed again are only read again where torch has seen them change: after writing to them through
+            numpy or a kernel of your own, pass other tensor objects (views will do).
         io_backend
             ``"kernel"`` (the planner decides) or ``"direct"`` (copies only, no rows moved by the SMs).
 
@@ -277,7 +291,7 @@ class HostPool:
         self._check_owner(device_pool)
         options = self._options(io_backend)
         with self._gate.transfer():
-            rows = self._index_rows.rows(host_indices, device_indices)
+            rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.write_back(rows.host, rows.device, **options))
 
     def load_to_device_per_layer(
@@ -308,7 +322,7 @@ class HostPool:
         layer = self._draft_layer(device_pool, layer_id) if is_draft else self._owner_layer(device_pool, layer_id)
         options = self._options(io_backend)
         with self._gate.transfer():
-            rows = self._index_rows.rows(host_indices, device_indices)
+            rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, layer=layer, **options))
 
     def load_to_device_all_layer(
@@ -328,7 +342,7 @@ class HostPool:
         self._check_owner(device_pool)
         options = self._options(io_backend)
         with self._gate.transfer():
-            rows = self._index_rows.rows(host_indices, device_indices)
+            rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, layer_events=layer_events, **options))
 
     def capabilities(self) -> Capabilities:
@@ -345,6 +359,11 @@ class HostPool:
         self.can_use_write_back_jit = self._staging.capabilities.staged
         if not (self.can_use_jit and self.can_use_write_back_jit):
             logger.info("%s: %s", type(self).__name__, self._staging.capabilities.reason)
+
+    def _rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> Rows:
+        for component in self._components.values():
+            component.check_in_place()
+        return self._index_rows.rows(host_indices, device_indices)
 
     def _options(self, io_backend: str) -> _Options:
         if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
@@ -384,10 +403,11 @@ class HostPool:
     @property
     def host_buffer(self) -> HostBuffer:
         """The memory behind ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
+        host_buffer = self._host_buffer
         self._gate.check_open()
-        if self._host_buffer is None:
+        if host_buffer is None:
             raise RuntimeError(f"a {type(self).__name__} has no bytes, so it has no buffer")
-        return self._host_buffer
+        return host_buffer
 
     def component_view(self, name: str) -> torch.Tensor:
         """View of a component in its own type, with the axes of the layout; the class says the shapes."""
@@ -400,6 +420,7 @@ class HostPool:
 
     def page_parts(self, page: int) -> tuple[PagePart, ...]:
         """Offsets in ``buffer`` and sizes of the contiguous pieces of a page; one piece except in ``layer_first``."""
+        page = whole("page", page)
         if not 0 <= page < self.page_num:
             raise ValueError(f"page is {page}; the pool has pages 0 to {self.page_num - 1}")
         return page_parts(self.geometry, self._strides, page)
@@ -414,7 +435,9 @@ class HostPool:
         return torch.cat([self.buffer[offset : offset + size] for offset, size in self.page_parts(page)])
 
     def write_page(self, page: int, data: torch.Tensor) -> None:
-        """Copy a page in: uint8 ``[page_bytes]`` on CPU, as :meth:`read_page` gave it."""
+        """Copy a page in: uint8 ``[page_bytes]``, as :meth:`read_page` gave it."""
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"data is a {type(data).__name__}; a page is a tensor, uint8 [{self.page_bytes}]")
         if data.dtype is not torch.uint8 or data.shape != (self.page_bytes,):
             raise ValueError(
                 f"data has shape {tuple(data.shape)} and dtype {data.dtype}; a page is uint8 [{self.page_bytes}]"
@@ -428,10 +451,11 @@ class HostPool:
         """Wait for the transfers in flight, then give the memory back; a second call does nothing."""
         self._gate.close()
         self._index_rows.forget()
-        self._transfer = None
-        if self._host_buffer is not None:
-            self._host_buffer.close()
-            self._host_buffer = None
+        # Closing drains through the gate. Several threads may come here: each waits for it.
+        host_buffer = self._host_buffer
+        if host_buffer is not None:
+            host_buffer.close()
+        self._host_buffer = self._transfer = None
 
     def _component_number(self, name: str) -> int:
         names = list(self._components)
@@ -448,21 +472,7 @@ def _one_of(argument: str, value: object, accepted: Sequence[str]) -> str:
 
 
 def _checked_layer(layer_id: int, layers: int, whose: str) -> int:
+    layer_id = whole("layer_id", layer_id)
     if not 0 <= layer_id < layers:
         raise ValueError(f"layer_id is {layer_id}; layers of {whose}: {layers}, from 0")
     return layer_id
-
-
-def _page_count(device_pool: DevicePool, geometry: PoolGeometry, host_to_device_ratio: float, host_size: float) -> int:
-    if host_size > 0:
-        pages = int(host_size * 1e9 // geometry.page_bytes)
-        if pages < 1:
-            raise ValueError(f"host_size is {host_size} GB; a page alone has {geometry.page_bytes} bytes")
-        return pages
-    pages = int(device_pool.size * host_to_device_ratio // geometry.page_size)
-    if pages < 1:
-        raise ValueError(
-            f"host_to_device_ratio is {host_to_device_ratio} for {device_pool.size} device slots and host_size is "
-            f"{host_size}; that is less than one page of {geometry.page_size} slots"
-        )
-    return pages

@@ -10,7 +10,8 @@ import torch
 
 from hicache_kernels import HostLayout, HostStrides
 
-from ..device_pools import DeviceComponent
+from ..checks import finite
+from ..device_pools import DeviceComponent, DevicePool
 
 
 class PagePart(NamedTuple):
@@ -95,6 +96,28 @@ def pool_geometry(
         raise ValueError(f"page_size is {page_size}; it must be a positive multiple of the {slots} slots of a row")
     described = tuple(ComponentGeometry(c.name, c.element_bytes, dtype_name(c.dtype)) for c in components)
     return PoolGeometry(layout, page_size, page_size // slots, layers, described)
+
+
+def page_count(device_pool: DevicePool, geometry: PoolGeometry, host_to_device_ratio: float, host_size: float) -> int:
+    """Pages that ``host_size`` GB hold where it is positive, else ``host_to_device_ratio`` times the device's slots.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where one of them is no finite number, or there is not even one page.
+    """
+    if finite("host_size", host_size) > 0:
+        pages = int(host_size * 1e9 // geometry.page_bytes)
+        if pages < 1:
+            raise ValueError(f"host_size is {host_size} GB; a page alone has {geometry.page_bytes} bytes")
+        return pages
+    pages = int(device_pool.size * finite("host_to_device_ratio", host_to_device_ratio) // geometry.page_size)
+    if pages < 1:
+        raise ValueError(
+            f"host_to_device_ratio is {host_to_device_ratio} for {device_pool.size} device slots and host_size is "
+            f"{host_size}; that is less than one page of {geometry.page_size} slots"
+        )
+    return pages
 
 
 def dtype_name(dtype: torch.dtype) -> str:

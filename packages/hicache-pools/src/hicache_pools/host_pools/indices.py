@@ -29,8 +29,7 @@ class _Answer(NamedTuple):
     def answers(self, tensors: Sequence[torch.Tensor], stream: object) -> bool:
         """Whether the tensors are the same objects and unchanged."""
         return (
-            len(tensors) == len(self.tensors)
-            and all(known() is tensor for known, tensor in zip(self.tensors, tensors, strict=True))
+            all(known() is tensor for known, tensor in zip(self.tensors, tensors, strict=True))
             and all(tensor._version == version for tensor, version in zip(tensors, self.versions, strict=True))
             and stream == self.stream
         )
@@ -62,31 +61,33 @@ class IndexRows:
         Parameters
         ----------
         host_indices, device_indices
-            int64 or int32 ``[n]`` on any device, whole pages in order. Host pages have all their slots in order;
-            device slots of a page may lie anywhere, except that those of a row stay together.
+            int64 or int32 ``[n]`` on CPU or the pool's device, whole pages in order. Host pages have all their slots in
+            order; device slots of a page may lie anywhere, except that those of a row stay together.
 
         Raises
         ------
         TypeError, ValueError, IndexError
             Naming the argument. Indices on a device other than CPU are not read.
         """
-        tensors = [host_indices, device_indices]
-        if self._pool.index_translation is not None:
-            tensors.append(self._pool.index_translation)
+        tensors = (host_indices, device_indices)
         stream = current_stream(self._device)
-        keep = not any(tensor.is_inference() for tensor in tensors)
         last = self._last
-        if keep and last is not None and last.answers(tensors, stream):
+        if last is not None and last.answers(tensors, stream):
             return last.rows
-        _check_form("host_indices", host_indices)
-        _check_form("device_indices", device_indices)
-        rows = Rows(
-            self._one_a_row("host_indices", _on_cpu(host_indices), self._size),
-            self._one_a_row("device_indices", *self._slots(device_indices)),
-        )
+        for name, indices in zip(("host_indices", "device_indices"), tensors, strict=True):
+            _check_form(name, indices, self._device)
+        # A table is there to be changed, also by kernels, where torch does not see it; a tensor made in inference mode
+        # has no version to tell by. Transfers go by versions too, so they are given tensors that have one.
+        keep = self._pool.index_translation is None and not any(indices.is_inference() for indices in tensors)
+        with torch.inference_mode(False):
+            host, device = (indices.clone() if indices.is_inference() else indices for indices in tensors)
+            rows = Rows(
+                self._one_a_row("host_indices", _on_cpu(host), self._size),
+                self._one_a_row("device_indices", *self._slots(device)),
+            )
         if keep:
-            versions = tuple(tensor._version for tensor in tensors)
-            self._last = _Answer(tuple(weakref.ref(tensor) for tensor in tensors), versions, stream, rows)
+            versions = tuple(indices._version for indices in tensors)
+            self._last = _Answer(tuple(weakref.ref(indices) for indices in tensors), versions, stream, rows)
         return rows
 
     def forget(self) -> None:
@@ -112,7 +113,9 @@ class IndexRows:
             _check_range(name, indices, size)
             groups = indices.view(-1, slots)
             first = groups[:, :1]
-            wrong = (first % slots != 0) | (groups != first + torch.arange(slots)).any(dim=1, keepdim=True)
+            wrong = (first % slots != 0) | (groups != first + torch.arange(slots, device="cpu")).any(
+                dim=1, keepdim=True
+            )
             if bool(wrong.any()):
                 number = int(wrong.flatten().nonzero()[0])
                 raise ValueError(
@@ -129,7 +132,11 @@ def _on_cpu(indices: torch.Tensor) -> torch.Tensor:
     return indices.cpu().contiguous()
 
 
-def _check_form(name: str, indices: torch.Tensor) -> None:
+def _check_form(name: str, indices: torch.Tensor, device: torch.device) -> None:
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(f"{name} is a {type(indices).__name__}; it must be a tensor of torch.int64 or torch.int32")
+    if indices.device.type not in ("cpu", device.type):
+        raise ValueError(f"{name} lies on {indices.device}; it must be on the CPU or on {device}")
     if indices.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
     if indices.dim() != 1:

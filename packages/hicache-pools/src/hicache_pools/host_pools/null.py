@@ -6,6 +6,7 @@ import torch
 
 from hicache_kernels import Capabilities, HostLayout, TransferResult
 
+from ..checks import whole
 from ..device_pools import DevicePool
 from .base import HostPool
 from .geometry import PoolGeometry
@@ -26,7 +27,7 @@ class NullPoolHost(HostPool):
 
     def __init__(self, pages: int, page_size: int, layout: HostLayout | str = HostLayout.PAGE_FIRST) -> None:
         for name, value in (("pages", pages), ("page_size", page_size)):
-            if value < 1:
+            if whole(name, value) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.layout = HostLayout(layout)
         self.geometry = PoolGeometry(self.layout, page_size, page_size, 0, ())
@@ -92,7 +93,7 @@ class NullPoolHost(HostPool):
     def read_page(self, page: int) -> torch.Tensor:
         """Copy a page of no bytes out."""
         self.page_parts(page)
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write_page(self, page: int, data: torch.Tensor) -> None:
         """Copy a page of no bytes in."""

@@ -1,4 +1,4 @@
-"""TransferGate: lets transfers through until a pool is closed, and closes it only once none is in flight."""
+"""TransferGate: lets transfers through until a pool is closed, and knows when none is in flight any more."""
 
 from __future__ import annotations
 
@@ -53,22 +53,17 @@ class TransferGate:
         """Remember a result until its events are done; call it inside :meth:`transfer`."""
         if result.device_released is not None or result.host_ready is not None:
             with self._changed:
-                while self._results and _done(self._results[0]):
-                    self._results.popleft()
+                self._forget_done()
                 self._results.append(result)
         return result
 
-    def close(self) -> bool:
-        """Refuse further transfers and wait for those in flight; False where the pool was closed before."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._closed = True
-        self.drain()
-        return True
+    def close(self) -> None:
+        """Refuse further transfers. Takes no lock: in a forked child, a thread that is gone may hold it."""
+        self._closed = True
 
     def drain(self) -> None:
-        """Wait for the calls under way and the results in flight."""
+        """Refuse further transfers, and wait for the calls under way and the results in flight."""
+        self.close()
         with self._changed:
             self._changed.wait_for(lambda: self._calls == 0)
             results = list(self._results)
@@ -77,8 +72,11 @@ class TransferGate:
                 if event is not None:
                     event.synchronize()
         with self._changed:
-            while self._results and _done(self._results[0]):
-                self._results.popleft()
+            self._forget_done()
+
+    def _forget_done(self) -> None:
+        while self._results and _done(self._results[0]):
+            self._results.popleft()
 
 
 def _done(result: TransferResult) -> bool:
