@@ -132,7 +132,7 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
             match, pages, windows = request
             name = str(self.next_request)
             self.next_request += 1
-            if self.model.cache.retraction.backup(name, match, pages, windows=windows):
+            if self.model.cache.retraction_backup(name, match, pages, windows=windows):
                 return name, match.pages, len(pages)
             self.model.verify_match(match)
             self.model.verify(
@@ -146,9 +146,9 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
         @rule(target=opened, entry=consumes(retracted))
         def restore(self, entry: Any) -> object:
             name, found, private = entry
-            restored = self.model.cache.retraction.restore(name)
+            restored = self.model.cache.retraction_restore(name)
             if restored is None:
-                self.model.cache.retraction.discard(name)
+                self.model.cache.retraction_discard(name)
                 self.held -= 1
                 return multiple()
             match, pages, windows = restored

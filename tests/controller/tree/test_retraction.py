@@ -36,7 +36,7 @@ def test_retracted_request_comes_back_bit_exact(make_model: MakeModel, keys_of: 
     model.serve((1, 2, 3))
     match, pages, windows = start(model, keys_of((1, 2, 3, 4, 5)))
     assert match.pages == 3
-    assert model.cache.retraction.backup("r", match, pages, windows=windows)
+    assert model.cache.retraction_backup("r", match, pages, windows=windows)
     model.cache.drain()
     model.cache.evict_device(100)
     for name in ("swa", "mamba"):
@@ -46,10 +46,10 @@ def test_retracted_request_comes_back_bit_exact(make_model: MakeModel, keys_of: 
     for rows in model.device.values():
         for buffer in rows:
             buffer.random_(256)
-    restored = model.cache.retraction.restore("r")
+    restored = model.cache.retraction_restore("r")
     assert restored is not None
     check(model, restored)
-    assert "r" not in model.cache.retraction
+    assert "r" not in model.cache.retracted
     result = model.cache.insert(restored.match, restored.pages, windows=restored.windows)
     model.verify_match(result.match)
     model.cache.release(result.match)
@@ -62,17 +62,17 @@ def test_retraction_under_full_pools_makes_room_or_changes_nothing(make_model: M
     first = start(model, keys_of((1, 2, 3, 4)))
     second = start(model, keys_of((7, 7, 7, 7)))
     assert model.allocators["kv"].available_pages == 0
-    assert model.cache.retraction.backup("first", first[0], first[1], windows=first[2])
+    assert model.cache.retraction_backup("first", first[0], first[1], windows=first[2])
     # The host has two pages left for four, and everything else there is pinned.
-    assert not model.cache.retraction.backup("second", second[0], second[1], windows=second[2])
+    assert not model.cache.retraction_backup("second", second[0], second[1], windows=second[2])
     model.verify("kv", second[0].rest(), second[1])
     third = start(model, keys_of((8, 8)))
-    assert model.cache.retraction.restore("first") is None, "the device is full"
-    assert "first" in model.cache.retraction
+    assert model.cache.retraction_restore("first") is None, "the device is full"
+    assert "first" in model.cache.retracted
     for match, pages, windows in (second, third):
         model.give_back(pages, windows)
         model.cache.release(match)
-    restored = model.cache.retraction.restore("first")
+    restored = model.cache.retraction_restore("first")
     assert restored is not None
     check(model, restored)
     model.give_back(restored.pages, restored.windows)
@@ -85,8 +85,8 @@ def test_retraction_evicts_what_the_host_only_caches(make_model: MakeModel, keys
     model.serve((1, 2, 3, 4))
     model.cache.drain()
     match, pages, windows = start(model, keys_of((5, 6, 7)))
-    assert model.cache.retraction.backup("r", match, pages, windows=windows)
-    restored = model.cache.retraction.restore("r")
+    assert model.cache.retraction_backup("r", match, pages, windows=windows)
+    restored = model.cache.retraction_restore("r")
     check(model, restored)
     model.give_back(restored.pages, restored.windows)
     model.cache.release(restored.match)
@@ -99,16 +99,16 @@ def test_retraction_whose_transfer_fails_changes_nothing(make_model: MakeModel, 
     match, pages, windows = start(model, keys_of((1, 2, 3)))
     gate = model.gate(what, "mamba")
     gate.failing = True
-    kept = model.cache.retraction.backup("r", match, pages, windows=windows)
+    kept = model.cache.retraction_backup("r", match, pages, windows=windows)
     if what == "write":
         assert not kept
         model.verify("kv", match.rest(), pages)
         gate.failing = False
-        assert model.cache.retraction.backup("r", match, pages, windows=windows)
+        assert model.cache.retraction_backup("r", match, pages, windows=windows)
     else:
-        assert model.cache.retraction.restore("r") is None
+        assert model.cache.retraction_restore("r") is None
         gate.failing = False
-    restored = model.cache.retraction.restore("r")
+    restored = model.cache.retraction_restore("r")
     check(model, restored)
     model.give_back(restored.pages, restored.windows)
     model.cache.release(restored.match)
@@ -119,10 +119,10 @@ def test_discarded_request_leaves_nothing(make_model: MakeModel, keys_of: KeysOf
     model = make_model(states=(4, 8))
     model.serve((1,))
     match, pages, windows = start(model, keys_of((1, 2, 3)))
-    assert model.cache.retraction.backup("r", match, pages, windows=windows)
+    assert model.cache.retraction_backup("r", match, pages, windows=windows)
     with pytest.raises(ValueError, match="retracted already"):
-        model.cache.retraction.backup("r", match, pages, windows=windows)
-    model.cache.retraction.discard("r")
+        model.cache.retraction_backup("r", match, pages, windows=windows)
+    model.cache.retraction_discard("r")
     with pytest.raises(KeyError):
-        model.cache.retraction.restore("r")
+        model.cache.retraction_restore("r")
     model.empty()

@@ -84,14 +84,14 @@ def test_retracted_request_comes_back_bit_exact(
     model.serve((1, 2, 3))
     match = model.begin(helpers["keys_of"]((1, 2, 3, 4, 5)))
     pages, windows = model.compute(match, 2)
-    assert model.cache.retraction.backup("r", match, pages, windows=windows)
+    assert model.cache.retraction_backup("r", match, pages, windows=windows)
     model.cache.evict_device(100)
     for name in model.windows:
         model.cache.evict_window_device(name, 100)
     for rows in model.device.values():
         for buffer in rows:
             buffer.random_(256)
-    restored = model.cache.retraction.restore("r")
+    restored = model.cache.retraction_restore("r")
     assert restored is not None
     model.verify_match(restored.match)
     rest = restored.match.rest()

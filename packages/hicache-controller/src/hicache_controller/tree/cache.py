@@ -19,7 +19,7 @@ from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
 from .loading import TreeLoads
 from .node import NO_PAGES, Pages, TreeNode, unpack
 from .policies import EvictionStrategy, Quota, WritePolicy
-from .results import InsertResult, Match, TreeStats, WindowStats
+from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
 from .structure import PageAllocator
 
@@ -103,7 +103,7 @@ class UnifiedRadixCache(TreeLoads):
             load_quota_pages=load_quota_pages,
         )
         self.selective_hits = selective_hits
-        self.retraction = Retraction(self)
+        self._retraction = Retraction(self)
 
     # Lookup
 
@@ -294,6 +294,53 @@ class UnifiedRadixCache(TreeLoads):
             )
         return count
 
+    # Requests off the device
+
+    def retraction_backup(
+        self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
+    ) -> bool:
+        """Move a running request to the host, all pools or none; see :meth:`Retraction.backup`.
+
+        Parameters
+        ----------
+        request_id
+            For :meth:`retraction_restore` and :meth:`retraction_discard`.
+        match
+            Its pinned match, on the device. Released where the result is True.
+        pages, windows
+            Its private device pages of the anchor, and of windowed pools; freed where the result is True.
+
+        Returns
+        -------
+        bool
+            False where the host has no room even after evicting, or the write failed: the request stays as it was.
+
+        Raises
+        ------
+        ValueError
+            The request is retracted already, or its match is not on the device.
+        """
+        return self._retraction.backup(request_id, match, pages, windows=windows)
+
+    def retraction_restore(self, request_id: str) -> Restored | None:
+        """Bring a request back to the device; None where that has no room now, and it stays retracted.
+
+        Raises
+        ------
+        KeyError
+            No such request is retracted.
+        """
+        return self._retraction.restore(request_id)
+
+    def retraction_discard(self, request_id: str) -> None:
+        """Forget a retracted request; KeyError where there is none of that id."""
+        self._retraction.discard(request_id)
+
+    @property
+    def retracted(self) -> tuple[str, ...]:
+        """Ids of the requests that are off the device."""
+        return self._retraction.requests
+
     # Pools that come later
 
     def register_sidecar_pool(self, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
@@ -365,7 +412,7 @@ class UnifiedRadixCache(TreeLoads):
     def reset(self) -> None:
         """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void."""
         self.drain()
-        self.retraction.forget()
+        self._retraction.forget()
         for node in list(self._all_nodes()):
             for part in node.all_windows():
                 if part.device is not None:

@@ -41,37 +41,18 @@ class Retraction:
         self._cache = cache
         self._requests: dict[str, _Retracted] = {}
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Their ids."""
+        return tuple(self._requests)
 
     def backup(
         self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
     ) -> bool:
         """Take a request off the device.
 
-        Parameters
-        ----------
-        request_id
-            For :meth:`restore` and :meth:`discard`.
-        match
-            Its pinned match, on the device. Released where the result is True.
-        pages
-            Its private device pages of the anchor, which were not inserted; freed where the result is True.
-        windows
-            Its private device pages in windowed pools, freed likewise.
-
-        Returns
-        -------
-        bool
-            False where the host has no room even after evicting: the request stays as it was.
-
-        Raises
-        ------
-        ValueError
-            The request is retracted already, or its match is not on the device.
+        Its prefix is pinned on the host before anything moves, and only what has arrived leaves the device; so a False
+        leaves the request as it was. Parameters and errors are those of ``UnifiedRadixCache.retraction_backup``.
         """
         cache = self._cache
         if request_id in self._requests:
@@ -97,19 +78,7 @@ class Retraction:
         return True
 
     def restore(self, request_id: str) -> Restored | None:
-        """Bring a request back to the device.
-
-        Returns
-        -------
-        Restored or None
-            Its pinned match and its private pages, all filled; None where the device has no room now: it stays
-            retracted.
-
-        Raises
-        ------
-        KeyError
-            No such request is retracted.
-        """
+        """Bring a request back to the device, all of it or nothing."""
         cache = self._cache
         kept = self._requests[request_id]
         match = cache._like(kept.match, kept.node, kept.match.pages)
