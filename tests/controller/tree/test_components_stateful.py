@@ -80,6 +80,10 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
                 synchronous=synchronous,
             )
             self.naive = Naive(self.model.windows)
+            pools = ("kv", *self.model.windows)
+            self.faults = [self.model.gate(what, pool) for pool in pools for what in ("write", "load")]
+            if storage:
+                self.faults += [self.model.gate("get"), self.model.gate("set")]
             self.held = 0
             self.next_request = 0
 
@@ -177,6 +181,11 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
                 cache = self.model.cache
                 (cache.evict_window_device if device else cache.evict_window_host)(names[number], count)
 
+        @rule(number=st.integers(0, 7), failing=st.booleans())
+        def fault(self, number: int, failing: bool) -> None:
+            """Let one kind of transfer of one pool fail from now on, or work again."""
+            self.faults[number % len(self.faults)].failing = failing
+
         @rule(seconds=st.sampled_from((0.5, 4.0)))
         def time_passes(self, seconds: float) -> None:
             self.now += seconds
@@ -191,6 +200,8 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
             if not hasattr(self, "model"):
                 return
             self.now += 1000.0
+            for fault in self.faults:
+                fault.failing = False
             if not self.held:
                 self.model.empty()
                 for (_, tier), keys in self.naive.where.items():
