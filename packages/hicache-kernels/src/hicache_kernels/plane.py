@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .layout import HostStrides
+
+
+def _checked_layers(tensors: Sequence[torch.Tensor], form: str, index_dims: int) -> torch.Tensor:
+    """Check that the layers' tensors are alike and their rows dense; returns the first."""
+    if not tensors:
+        raise ValueError(f"tensors is empty; it must hold one {form} a layer")
+    first = tensors[0]
+    for number, tensor in enumerate(tensors):
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        if tensor.dim() < index_dims or 0 in shape:
+            raise ValueError(f"tensors[{number}] has shape {shape}; it must be {form}, and nowhere empty")
+        if (shape, strides, tensor.dtype) != (tuple(first.shape), first.stride(), first.dtype):
+            raise ValueError(
+                f"tensors[{number}] is {tensor.dtype} of shape {shape} and strides {strides}; it must be like "
+                f"tensors[0], {first.dtype} of shape {tuple(first.shape)} and strides {first.stride()}"
+            )
+    step = 1
+    for size, stride in zip(reversed(first.shape[index_dims:]), reversed(first.stride()[index_dims:]), strict=True):
+        if size > 1 and stride != step:
+            raise ValueError(
+                f"tensors[0] of shape {tuple(first.shape)} has strides {first.stride()}; the elements of a row must be "
+                f"dense in {form}"
+            )
+        step *= size
+    return first
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +78,21 @@ class DeviceRows:
 
     @classmethod
     def slot_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
-        """Rows of one tensor a layer, each ``[slots, ...]``; everything behind dim 0 is the row and must be dense."""
-        first = tensors[0]
+        """Rows of one tensor a layer, each ``[slots, ...]``; everything behind dim 0 is the row and must be dense.
+
+        Raises
+        ------
+        ValueError
+            Where the layers' tensors are not alike, or a row is not dense; so do the other forms.
+        """
+        first = _checked_layers(tensors, "[slots, ...]", 1)
         stride = first.stride(0) * first.element_size()
         return cls(tuple(tensors), tuple(t.data_ptr() for t in tensors), 1, first.shape[0], 0, 1, stride)
 
     @classmethod
     def block_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
         """Rows of one tensor a layer, each ``[blocks, block, ...]``; a K or V view of a joint tensor will do."""
-        first = tensors[0]
+        first = _checked_layers(tensors, "[blocks, block, ...]", 2)
         item = first.element_size()
         return cls(
             tuple(tensors),
@@ -75,7 +107,9 @@ class DeviceRows:
     @classmethod
     def head_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
         """Rows of one tensor a layer, each ``[heads, slots, dim]``; one row a head."""
-        first = tensors[0]
+        first = _checked_layers(tensors, "[heads, slots, dim]", 2)
+        if first.dim() != 3:
+            raise ValueError(f"tensors[0] has shape {tuple(first.shape)}; it must be [heads, slots, dim]")
         item = first.element_size()
         bases = tuple(t.data_ptr() + h * t.stride(0) * item for t in tensors for h in range(t.shape[0]))
         return cls(tuple(tensors), bases, first.shape[0], first.shape[1], 0, 1, first.stride(1) * item)
@@ -154,6 +188,9 @@ def check_planes(planes: Sequence[Plane]) -> None:
         for name, value, expected in pairs:
             if value != expected:
                 raise ValueError(f"plane {plane.name}: {name} is {value}; the pool's first plane has {expected}")
+        for name, value in (("device slots", rows.slots), ("pages", host.pages), ("page_size", host.page_size)):
+            if value < 1:
+                raise ValueError(f"plane {plane.name}: {name} is {value}; it must be positive")
         for name, value in (("device slots", rows.slots), ("host slots", host.slots)):
             if value >= 1 << 31:
                 raise ValueError(f"plane {plane.name}: {value} {name}; at most {(1 << 31) - 1} can be addressed")
@@ -169,13 +206,55 @@ def check_planes(planes: Sequence[Plane]) -> None:
             raise ValueError(
                 f"plane {plane.name}: its pages end at byte {end}, the host buffer has {host.buffer.numel()} bytes"
             )
+        if not host.buffer.is_contiguous():
+            raise ValueError(f"plane {plane.name}: the host buffer has stride {host.buffer.stride(0)}; it must be 1")
+        _check_apart(
+            f"plane {plane.name}: host",
+            plane.element_bytes,
+            (
+                ("page", strides.page, host.pages),
+                ("layer", strides.layer, rows.layers),
+                ("slot", strides.slot, host.page_size),
+            ),
+        )
         _check_device_rows(plane)
+    _check_components_apart(planes)
+
+
+def _check_apart(what: str, size: int, axes: Sequence[tuple[str, int, int]]) -> None:
+    """Check that no byte belongs to two places: each step of (name, stride, count) leads past the bytes before it."""
+    for name, stride, count in sorted(axes, key=lambda axis: axis[1]):
+        if count > 1 and stride < size:
+            raise ValueError(
+                f"{what} {name} stride is {stride}; it must be at least the {size} bytes that it steps over"
+            )
+        size += (count - 1) * stride
+
+
+def _check_components_apart(planes: Sequence[Plane]) -> None:
+    ordered = sorted(planes, key=lambda plane: plane.host.buffer.data_ptr() + plane.host.strides.offset)
+    for before, plane in itertools.pairwise(ordered):
+        start = before.host.buffer.data_ptr() + before.host.strides.offset
+        distance = plane.host.buffer.data_ptr() + plane.host.strides.offset - start
+        if distance < before.element_bytes:
+            raise ValueError(
+                f"plane {plane.name}: its first element starts {distance} bytes behind that of plane {before.name}, "
+                f"whose elements have {before.element_bytes} bytes; planes must not share bytes of the host"
+            )
 
 
 def _check_device_rows(plane: Plane) -> None:
     rows = plane.device
     span = (rows.slots - 1) // rows.block_slots * rows.block_stride
     span += min(rows.slots, rows.block_slots) * rows.slot_stride - rows.slot_stride + plane.row_bytes
+    _check_apart(
+        f"plane {plane.name}: device",
+        plane.row_bytes,
+        (
+            ("slot", rows.slot_stride, min(rows.slots, rows.block_slots)),
+            ("block", rows.block_stride, -(-rows.slots // rows.block_slots)),
+        ),
+    )
     for tensor in rows.tensors:
         if tensor.device != rows.device:
             raise ValueError(

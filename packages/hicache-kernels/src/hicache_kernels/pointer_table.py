@@ -85,7 +85,7 @@ def remembered_layers(table: torch.Tensor) -> Layers | None:
     if storage not in _LAYERS:
         return None
     layers: Layers = _LAYERS[storage]
-    if table.numel() == len(layers.tensors):
-        return layers
     first, step = table.storage_offset(), table.stride(0)
+    if table.numel() == len(layers.tensors) and step == 1:
+        return layers
     return Layers.of([layers.tensors[first + step * i] for i in range(table.numel())])

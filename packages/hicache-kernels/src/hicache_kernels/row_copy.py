@@ -86,8 +86,9 @@ def copy_rows(
     if block_quota is not None and block_quota < 1:
         raise ValueError(f"block_quota is {block_quota}; this copy runs on the SMs and needs at least one CTA")
     check_pair(destination, source, DIRECT_GRANULE)
-    check_indices(destination_name, destination_indices, destination, page_size or 1)
-    check_indices(source_name, source_indices, source, page_size or 1)
+    pages_of = 1 if page_size is None else page_size
+    check_indices(destination_name, destination_indices, destination, pages_of)
+    check_indices(source_name, source_indices, source, pages_of)
     if destination_indices.numel() != source_indices.numel():
         raise ValueError(
             f"{destination_name} has {destination_indices.numel()} entries, {source_name} {source_indices.numel()}"
@@ -151,6 +152,9 @@ def stage_pages(
     if page_size <= 0:
         raise ValueError(f"page_size is {page_size}; it must be positive")
     buffers = {**staging, **destination}
+    for name, buffer in buffers.items():
+        if not isinstance(buffer, torch.Tensor):
+            raise TypeError(f"{name} is a {type(buffer).__name__}; it must be a torch.Tensor")
     first_name, first = next(iter(buffers.items()))
     if first.dim() < 3:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [slots, layers, ...]")

@@ -15,6 +15,8 @@ DIRECT_GRANULE = 4
 """Rows of the main module are a multiple of this many bytes."""
 STAGED_GRANULE = 16
 """Elements of the staged module are a multiple of this many bytes."""
+MOST_ROWS = 1 << 31
+"""Row numbers are below this, as the modules count in 32 bits; behind a foreign table nothing else bounds them."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.uint64, torch.int64)
 
@@ -89,11 +91,13 @@ def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> t
 
     Raises
     ------
-    ValueError
-        Where a cache has no such view, or its rows are not dense.
+    TypeError, ValueError
+        Where a cache is no tensor, has no such view, or its rows are not dense.
     """
     rows = []
     for name, cache in caches.items():
+        if not isinstance(cache, torch.Tensor):
+            raise TypeError(f"{name} is a {type(cache).__name__}; it must be a torch.Tensor")
         if cache.dim() < 1:
             raise ValueError(f"{name} is a scalar; it must have at least one dimension")
         dim = cache.shape[-1] if element_dim is None else element_dim
@@ -126,6 +130,8 @@ def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) 
             raise ValueError(f"{name} is {value} bytes; it must be positive")
     rows = []
     for name, table in tables.items():
+        if not isinstance(table, torch.Tensor):
+            raise TypeError(f"{name} is a {type(table).__name__}; it must be a torch.Tensor of addresses")
         if table.dtype not in TABLE_DTYPES:
             raise TypeError(f"{name} has dtype {table.dtype}; a table of addresses is uint64 or int64")
         if table.dim() != 1 or not table.numel():
@@ -153,6 +159,12 @@ def check_pair(destination: Sequence[Rows], source: Sequence[Rows], granule: int
                 raise ValueError(
                     f"{rows.name} has rows of {rows.row_bytes} bytes; they must be a multiple of {granule}"
                 )
+            for what, step in (("rows", rows.stride), ("layers", rows.layer_stride)):
+                if step < rows.row_bytes and (what == "rows" or (rows.layer_stride and rows.layer_count > 1)):
+                    raise ValueError(
+                        f"{rows.name} has {what} {step} bytes apart; they must be at least the {rows.row_bytes} bytes "
+                        "of a row apart"
+                    )
             if rows.alignment % granule:
                 raise ValueError(
                     f"{rows.name} has rows {rows.stride} bytes apart from address "
@@ -173,6 +185,8 @@ def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_s
     IndexError
         Where a row does not exist.
     """
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(f"{name} is a {type(indices).__name__}; it must be a torch.Tensor of int32 or int64")
     if indices.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} has dtype {indices.dtype}; indices are int32 or int64")
     if indices.dim() != 1:
@@ -184,11 +198,10 @@ def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_s
     if not indices.numel() or (indices.device.type != "cpu" and os.environ.get("HICACHE_KERNELS_CHECK") != "1"):
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
-    limit = min((rows.slots for rows in side if rows.slots is not None), default=None)
-    if low < 0 or (limit is not None and high >= limit):
+    limit = min([MOST_ROWS, *(rows.slots for rows in side if rows.slots is not None)])
+    if low < 0 or high >= limit:
         wrong = low if low < 0 else high
-        accepted = "0 or more" if limit is None else f"from 0 to {limit - 1}"
-        raise IndexError(f"{name} contains {wrong}; rows of {side[0].name} are {accepted}")
+        raise IndexError(f"{name} contains {wrong}; rows of {side[0].name} are from 0 to {limit - 1}")
 
 
 def check_pages(name: str, indices: torch.Tensor, page_size: int) -> None:
