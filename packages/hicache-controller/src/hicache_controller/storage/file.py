@@ -28,6 +28,7 @@ _CHUNK_PAGES = 256
 _SLICE_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
+_THREADS = 8  # disks want several requests at once, whatever the number of cores
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
 
 _Item = TypeVar("_Item")
@@ -58,7 +59,7 @@ class FileStorage(HiCacheStorage):
         Most bytes of the whole directory, in blocks of 4 KiB; None for no limit. With other writers present each keeps
         back 1/32 of it for each of them.
     threads
-        Threads that move pages; the GIL is free while they read, write and wait.
+        Threads that move pages, 8 unless given; the GIL is free while they read, write and wait.
     clock
         Seconds that grow; for tests.
 
@@ -86,7 +87,7 @@ class FileStorage(HiCacheStorage):
         self._fingerprint = fingerprint
         self._model = fingerprint.digest()[:8]
         self._capacity = capacity_bytes
-        self._threads = threads or max(2, min(8, os.cpu_count() or 2))
+        self._threads = threads or _THREADS
         self._root = os.path.abspath(directory)
         self._owner = os.geteuid()
         self._mutex = threading.Lock()  # index, counts, and what is reserved; never held while waiting for a lock

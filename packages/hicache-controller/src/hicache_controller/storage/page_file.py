@@ -28,6 +28,7 @@ FOOTER_BYTES = 128
 _FIELDS = struct.Struct("<8sIIQBB6x32s32s16s")
 _CHECKSUM_BYTES = 16
 _PIECE_BYTES = 1 << 20
+_FIRST_READ = 4 << 10
 _ALLOCATE_FROM = 64 << 10
 _MOST_VIEWS = 1000  # below the 1,024 that Linux takes in one call
 
@@ -136,7 +137,8 @@ def _read_open(
     if status.st_size != size + FOOTER_BYTES:
         return _why_another_size(file, status.st_size)
     checksum, offset, footer = xxhash.xxh3_128(), 0, bytearray(FOOTER_BYTES)
-    *first, last = pieces(views) or [[]]
+    # A short first read makes the kernel read ahead: in large folios and while it copies. One long read does neither.
+    *first, last = pieces(views, _FIRST_READ if size >= _ALLOCATE_FROM else _PIECE_BYTES) or [[]]
     for piece in first:
         offset += _whole(os.preadv, file, piece, offset)
         _update(checksum, piece)
@@ -217,16 +219,16 @@ def _open_over(path: str, size: int) -> int | None:
     return None
 
 
-def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
+def pieces(views: Sequence[memoryview], first: int = _PIECE_BYTES) -> list[list[memoryview]]:
     """Cut and gather views so that each piece is one system call and still in the CPU's cache when it is hashed."""
     cut: list[list[memoryview]] = []
-    room = 0
+    room, next_room = 0, first
     for view in views:
         start = 0
         while start < len(view):
             if room == 0 or len(cut[-1]) == _MOST_VIEWS:
                 cut.append([])
-                room = _PIECE_BYTES
+                room, next_room = next_room, _PIECE_BYTES
             part = view[start : start + room]
             cut[-1].append(part)
             start += len(part)
