@@ -263,3 +263,47 @@ def test_request_larger_than_the_host_evicts_nothing_there(make_model: MakeModel
     model.cache.drain()
     assert model.cache.stats().host_pages == 2
     model.empty()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_write_below_a_write_that_fails_is_given_up(make_model: MakeModel, keys_of: KeysOf, together: bool) -> None:
+    model = make_model()
+    gate = model.gate("write")
+    gate.close()
+    gate.failing = True
+    insert(model, keys_of((1, 2)))
+    gate.wait_entered()
+    insert(model, keys_of((1, 2, 3, 4)))
+    first, second = model.cache.controller._writes.started
+    gate.open()
+    first.wait()
+    gate.failing = False
+    if together:
+        second.wait()
+    while model.cache._writes:
+        model.cache.poll(wait=True)
+        model.cache.check_integrity()
+    assert model.cache.stats() in ((2, 4, 0), (2, 4, 2), (2, 4, 4))
+    model.empty()
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_device_is_freed_while_writes_of_a_whole_path_are_under_way(
+    make_model: MakeModel, keys_of: KeysOf, policy: WritePolicy
+) -> None:
+    model = make_model(write_policy=policy, selective_hits=1)
+    for length in range(1, 5):
+        insert(model, keys_of(range(length)))
+    waits: list[object] = []
+    wait = model.cache._wait
+
+    def note() -> bool:
+        waits.append(None)
+        return bool(wait())
+
+    model.cache._wait = note
+    assert model.cache.evict_device(4) == 4
+    assert not waits, "nothing has to arrive on the host for the device to be free"
+    model.cache._wait = wait
+    assert model.serve(range(4)) == 4
+    model.empty()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from ..operations import Ack
 from .events import Change, Tier
 from .keys import key_list
 from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart, unpack
@@ -36,6 +37,7 @@ class TreeTransfers(TreeStructure):
         self._writes: dict[int, Operation] = {}
         self._loads: dict[int, Operation] = {}
         self._backups: dict[int, Operation] = {}
+        self._outcomes: dict[int, bool] = {}
         self._timed: list[tuple[float, int, Match]] = []
 
     # Eviction of full attention
@@ -65,7 +67,7 @@ class TreeTransfers(TreeStructure):
             if node is None:
                 if saving:
                     freed += self._finish_saving(saving)
-                elif not self._wait():
+                elif not self._let_device_go() and not self._wait():
                     break
                 continue
             self._evicted_value = node.value
@@ -85,6 +87,19 @@ class TreeTransfers(TreeStructure):
                 freed += node.pages
                 self._drop_device(node)
         return freed + self._finish_saving(saving)
+
+    def _let_device_go(self) -> bool:
+        """Let writes under way go on without their device parts; True where there were any that held one.
+
+        Whoever reuses the slots is made to wait for the write to have read them, by the controller.
+        """
+        held = [operation for operation in self._writes.values() if operation.nodes and operation.holds_device]
+        if held:
+            self.controller.start_writing()
+        for operation in held:
+            operation.holds_device = False
+            self._unlock_device(operation.nodes[0])
+        return bool(held)
 
     def _finish_saving(self, saving: list[TreeNode]) -> int:
         """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
@@ -365,15 +380,41 @@ class TreeTransfers(TreeStructure):
 
     def _forget_host(self, node: TreeNode) -> None:
         """Take back the host part of a failed write (the controller freed the slots), with what hangs on it."""
-        for child in [c for c in node.all_children() if c.host is not None and c.write is None]:
-            self._drop_below(child, device=False)
+        for child in [c for c in node.all_children() if c.host is not None]:
+            if child.write is None:
+                self._drop_below(child, device=False)
+            elif child.write.id in self._writes:
+                # The child's bytes may well arrive, but without its parent's nobody can reach them.
+                self._abandon(child.write, self._writes, device=False)
         self._clear_host(node)
 
     def _forget_device(self, node: TreeNode) -> None:
         """Take back the device part of a failed load (the controller freed the slots), with what hangs on it."""
-        for child in [c for c in node.all_children() if c.device is not None and c.load is None]:
-            self._drop_below(child, device=True)
+        for child in [c for c in node.all_children() if c.device is not None]:
+            if child.load is None:
+                self._drop_below(child, device=True)
+            elif child.load.id in self._loads:
+                self._abandon(child.load, self._loads, device=True)
         self._clear_device(node)
+
+    def _abandon(self, operation: Operation, running: dict[int, Operation], *, device: bool) -> None:
+        """Let a write or load that is under way, or whose ack is next, count as failed."""
+        del running[operation.id]
+        failed = self._outcomes.pop(operation.id, None)
+        if failed is None:
+            (self.controller.cancel_load if device else self.controller.cancel_write)(operation.id)
+        elif not failed:
+            # It is done, so its slots are the tree's to give back.
+            for node in operation.nodes:
+                if device and node.device is not None:
+                    self.controller.evict_device(self._slots(unpack(node.device)))
+                elif not device and node.host is not None:
+                    self.controller.evict_host(self._slots(unpack(node.host)))
+            for part in operation.device_pin.parts if device else operation.host_pin.parts:
+                pages = part.device if device else part.host
+                if pages is not None:
+                    self._free_window_pages(part.name, pages, device=device)
+        (self._finish_load if device else self._finish_write)(operation, failed=True)
 
     def _drop_below(self, node: TreeNode, *, device: bool) -> None:
         for child in [c for c in node.all_children() if (c.device if device else c.host) is not None]:
@@ -511,21 +552,27 @@ class TreeTransfers(TreeStructure):
         wait_backups = wait and bool(self._backups) and not wait_writes and not wait_loads
         seen = False
         if self._writes:
-            for ack in self.controller.poll_writes(wait=wait_writes):
-                for operation_id in ack.node_ids:
-                    seen = True
-                    self._finish_write(self._writes.pop(operation_id), failed=ack.error is not None)
+            seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
         if self._loads:
-            for ack in self.controller.poll_loads(wait=wait_loads):
-                for operation_id in ack.node_ids:
-                    seen = True
-                    self._finish_load(self._loads.pop(operation_id), failed=ack.error is not None)
+            seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
         if self._backups:
             for stored in self.controller.poll_backups(wait=wait_backups):
                 seen = True
                 operation = self._backups.pop(stored.node_id)
                 self._finish_backup(operation, stored.stored_pages, failed=stored.error is not None)
         return seen
+
+    def _take_in(self, acks: Sequence[Ack], running: dict[int, Operation], finish: Callable[..., None]) -> bool:
+        """Finish the operations of some acks; True where there were any."""
+        # One that fails may settle others of the same acks, so all outcomes are known before the first is taken in.
+        self._outcomes = {number: ack.error is not None for ack in acks for number in ack.node_ids}
+        # Windows come first: a node that is nowhere after its write takes its windows along, with what they have then.
+        for number in sorted(self._outcomes, key=lambda number: bool(running[number].nodes)):
+            if number not in self._outcomes:
+                continue
+            failed = self._outcomes.pop(number)
+            finish(running.pop(number), failed=failed)
+        return bool(acks)
 
     def drain(self) -> None:
         """Wait until no transfer is in flight."""
