@@ -82,37 +82,39 @@ inline void simplify(Lattice& lattice) {
   }
 }
 
-// Appends the copies of a lattice. `boundaries` are host addresses, ascending, that no copy may span.
+// Appends the copies of a lattice. `boundaries` are host addresses, ascending, that no copy may span. What lies behind a
+// boundary is the next turn of the loop, not a deeper call: a long run may meet any number of them.
 inline void append_copies(Lattice lattice, const int64_t* boundaries, int64_t boundary_count, std::vector<Copy>& copies) {
-  simplify(lattice);
-  int64_t extent = lattice.width;
-  for (const Axis& axis : lattice.axes) extent += (axis.count - 1) * axis.host_stride;
-  const int64_t start = static_cast<int64_t>(lattice.host);
-  const int64_t* found = std::upper_bound(boundaries, boundaries + boundary_count, start);
-  if (found != boundaries + boundary_count && *found < start + extent) {
+  for (;;) {
+    simplify(lattice);
+    int64_t extent = lattice.width;
+    for (const Axis& axis : lattice.axes) extent += (axis.count - 1) * axis.host_stride;
+    const int64_t start = static_cast<int64_t>(lattice.host);
+    const int64_t* found = std::upper_bound(boundaries, boundaries + boundary_count, start);
+    if (found == boundaries + boundary_count || *found >= start + extent) break;
     const int64_t before = *found - start;  // bytes of the extent in front of the boundary
     if (lattice.axes.empty()) {
-      append_copies(Lattice{lattice.host, lattice.staging, before, {}}, boundaries, boundary_count, copies);
-      append_copies(Lattice{lattice.host + before, lattice.staging + before, lattice.width - before, {}}, boundaries,
-                    boundary_count, copies);
-      return;
+      copies.push_back(Copy{lattice.host, lattice.staging, before, 1, before, before});
+      lattice.host += before;
+      lattice.staging += before;
+      lattice.width -= before;
+      continue;
     }
     const Axis outer = lattice.axes.front();
     const int64_t one = extent - (outer.count - 1) * outer.host_stride;
     const int64_t whole = before >= one ? std::min(outer.count, (before - one) / outer.host_stride + 1) : 0;
     const int64_t touching = std::min(outer.count, (before + outer.host_stride - 1) / outer.host_stride);
     auto part = [&](int64_t first, int64_t count) {
-      if (count <= 0) return;
       Lattice piece = lattice;
       piece.host += first * outer.host_stride;
       piece.staging += first * outer.staging_stride;
       piece.axes.front().count = count;
-      append_copies(piece, boundaries, boundary_count, copies);
+      return piece;
     };
-    part(0, whole);
-    for (int64_t i = whole; i < touching; ++i) part(i, 1);
-    part(touching, outer.count - touching);
-    return;
+    if (whole > 0) append_copies(part(0, whole), boundaries, boundary_count, copies);
+    for (int64_t i = whole; i < touching; ++i) append_copies(part(i, 1), boundaries, boundary_count, copies);
+    if (touching == outer.count) return;
+    lattice = part(touching, outer.count - touching);
   }
   const bool pitch_fits = lattice.axes.empty() || (lattice.axes.front().host_stride <= kMaxPitch &&
                                                    lattice.axes.front().staging_stride <= kMaxPitch);
