@@ -76,6 +76,49 @@ def test_kernels_move_every_row_to_its_place(pools, emulated_transfers, layout, 
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("elements", [(64, 128, 64), (16,), (20,), (2048, 48)])
+def test_one_kernel_loads_several_layers_and_counts_its_warps_out_of_each(pools, emulated, layout, elements):
+    pool = pools.random_pool(layout, elements, layers=5, pages=6, page_size=2, form=random.choice(pools.DEVICE_FORMS))
+    mover = movers.DirectMover(pool.planes, emulated["main"])
+    dtype = random.choice([torch.int32, torch.int64])
+    host, device = pool.slots(torch.randperm(6), dtype), pool.slots(torch.randperm(7)[:6], dtype)
+
+    def load(host, device, first, count):
+        done, events = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        queued = mover.load_layers(
+            host, device, first_layer=first, done=done, events=events, blocks=3, stream=0, side_stream=0
+        )
+        assert int(done.min()) == int(done.max())
+        assert bool(done[0]) is queued
+        return queued
+
+    def call(host, device, *, layer):
+        assert load(host, device, layer or 0, 5 if layer is None else 1)
+
+    if load(host, device, 0, 5):
+        pool.check_load(host, device, call, now)
+        pool.check_load(host, device, call, now, layer=3)
+    else:
+        assert len(set(elements)) > 1  # rows of different vector widths take a kernel each
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("most", [2, 4, 16])
+@pytest.mark.parametrize("layers", [2, 5, 13])
+def test_copies_of_several_layers_fill_every_row(pools, emulated_transfers, layout, most, layers):
+    pool = pools.random_pool(layout, random.choice([(64, 128), (512,)]), layers=layers, pages=9, page_size=2)
+    transfer_ = PlaneTransfer(pool.planes, ring=StagingRing("cpu", pages=random.choice([2, 64])), policy="staged")
+    host, device = pool.slots(pools.random_pages(9, 7, runs=True)), pool.slots(torch.randperm(10)[:7])
+    mover, _ = transfer_._staged
+
+    def load(host, device, *, layer):
+        assert layer is None
+        mover.load(host[::2] // 2, device, None, first_layer=0, end_layer=layers, layers_each=most)
+
+    pool.check_load(host, device, load, now)
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
 def test_wide_rows_of_short_runs_and_runs_on_both_sides(pools, emulated_transfers, monkeypatch, layout):
     pool = pools.random_pool(layout, (16384, 16384), layers=2, pages=9)
     transfer_ = PlaneTransfer(pool.planes, policy="staged")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,8 @@ from .staging import Direction, StagingRing
 DIRECT_THREADS = 1024
 """Threads of a CTA of a direct write-back: few, full CTAs keep the bus busy with the fewest SMs."""
 DIRECT_LOAD_THREADS = 2560
-"""Threads of a direct load, all CTAs together: at 64 bytes each, just over what the bus has under way in 2 us.
-
-More would only queue up, and then drain with the bus half idle at the end of every layer."""
+"""Threads of a kernel that loads one layer, all CTAs together: at 64 bytes each, just over what the bus has under way
+in 2 us. More would only queue up, and then drain with the bus half idle at the end of the layer."""
 STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -59,6 +59,7 @@ class DirectMover:
 
     def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
         self._move = module["move_rows"]
+        self._move_layers = module["move_layers"]
         self._tables = build_tables(planes, host_sides(planes), layered=True)
         self._described: dict[tuple[bool, int | None], tvm_ffi.Tensor] = {}
 
@@ -78,14 +79,58 @@ class DirectMover:
         stream: int,
     ) -> None:
         """Queue the move of one layer (or all) on ``stream``; both index tensors are of one dtype, on the device."""
+        threads = DIRECT_THREADS
+        if to_device and layer is not None:
+            threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
+        groups = self._groups(to_device, layer)
+        self._move(groups, source_indices, destination_indices, blocks, threads, stream)
+
+    def load_layers(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        *,
+        first_layer: int,
+        done: torch.Tensor,
+        events: torch.Tensor,
+        blocks: int,
+        stream: int,
+        side_stream: int,
+    ) -> bool:
+        """Queue the load of layers in order, in one kernel, and an event a layer.
+
+        Parameters
+        ----------
+        host_slots, device_slots
+            As in :meth:`move`.
+        first_layer
+            The layers are this one and those behind it, as many as ``done`` has entries.
+        done
+            int32 ``[layers]`` on the device, zeros by the time ``stream`` gets there.
+        events
+            int64 ``[layers]`` on CPU: handles of events, recorded on ``side_stream`` once a layer's rows are filled.
+        blocks, stream
+            Shape of the grid; stream of the kernel.
+        side_stream
+            A stream that has been made to wait for the zeros.
+
+        Returns
+        -------
+        bool
+            False, with nothing queued, where it takes more than one kernel or the runtime cannot wait for one's counts.
+        """
+        groups = self._groups(True, first_layer)
+        queued: int = self._move_layers(
+            groups, host_slots, device_slots, done, events, blocks, DIRECT_THREADS, stream, side_stream
+        )
+        return queued == 1
+
+    def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
         key = (to_device, layer)
         groups = self._described.get(key)
         if groups is None:
             groups = self._described[key] = tvm_ffi.from_dlpack(self._tables.groups(to_device=to_device, layer=layer))
-        threads = DIRECT_THREADS
-        if to_device:
-            threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
-        self._move(groups, source_indices, destination_indices, blocks, threads, stream)
+        return groups
 
 
 def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
@@ -104,6 +149,26 @@ def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
                 base = rows.bases[layer * rows.rows_per_layer + row]
                 table.append([base, host, plane.row_bytes, slot, side.slot, side.page])
     return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
+
+
+def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.
+
+    At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before.
+    """
+    sizes: list[int] = []
+    start = first
+    while start < end:
+        size = 1
+        while 2 * size <= min(most, start - first, end - start):
+            size *= 2
+        sizes.append(size)
+        start += size
+    start = first
+    for size, same in itertools.groupby(sizes):
+        stretch = size * len(list(same))
+        yield start, start + stretch, size
+        start += stretch
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,29 +226,26 @@ class StagedMover:
         self._page_size = planes[0].host.page_size
         self._page_bytes = sum(plane.element_bytes for plane in planes) * self._page_size
         self._lock = threading.Lock()
-        self._prepared: dict[tuple[Direction, int], _Prepared] = {}
+        self._prepared: dict[tuple[Direction, int, int], _Prepared] = {}
         # Fails here, not in the first transfer, where addresses do not fit.
-        self._prepare(Direction.LOAD, 1)
+        self._prepare(Direction.LOAD, 1, 1)
 
-    def _prepare(self, direction: Direction, chunk_pages: int) -> _Prepared:
-        """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages."""
+    def _prepare(self, direction: Direction, chunk_pages: int, layers: int) -> _Prepared:
+        """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages of ``layers`` layers."""
         with self._lock:
-            prepared = self._prepared.get((direction, chunk_pages))
+            prepared = self._prepared.get((direction, chunk_pages, layers))
             if prepared is None:
                 to_device = direction is Direction.LOAD
-                layers = 1 if to_device else self._planes[0].device.layers
                 layout = staging_layout(self._planes, layers=layers, chunk_pages=chunk_pages)
-                tables = build_tables(
-                    self._planes, _staging_sides(layout), layered=not to_device, inner=self._page_size
-                )
+                tables = build_tables(self._planes, _staging_sides(layout), layered=layers > 1, inner=self._page_size)
                 if min(tables.vector_bytes) < STAGED_ROW_MULTIPLE:
                     names = ", ".join(plane.name for plane in self._planes)
                     raise ValueError(
                         f"planes {names}: device addresses or strides are not multiples of {STAGED_ROW_MULTIPLE} "
                         "bytes, which staged transfers need"
                     )
-                groups = tables.groups(to_device=to_device, layer=0 if to_device else None)
-                prepared = self._prepared[direction, chunk_pages] = _Prepared(
+                groups = tables.groups(to_device=to_device, layer=0, layers=layers)
+                prepared = self._prepared[direction, chunk_pages, layers] = _Prepared(
                     tvm_ffi.from_dlpack(layout.pieces), tvm_ffi.from_dlpack(groups), tables
                 )
             return prepared
@@ -202,8 +264,9 @@ class StagedMover:
         """
         lane = self._ring.lane(Direction.WRITE_BACK)
         with lane.lock:
-            chunk_pages = lane.chunk_pages(self._page_bytes * self._planes[0].device.layers)
-            prepared = self._prepare(Direction.WRITE_BACK, chunk_pages)
+            layers = self._planes[0].device.layers
+            chunk_pages = lane.chunk_pages(self._page_bytes * layers)
+            prepared = self._prepare(Direction.WRITE_BACK, chunk_pages, layers)
             copies: int = self._write_back(
                 prepared.pieces,
                 prepared.groups,
@@ -219,7 +282,9 @@ class StagedMover:
                 0 if stream is None else stream.cuda_stream,
                 lane.stream_handle,
             )
-            lane.advance(-(-pages.numel() // chunk_pages))
+            # Where there are several chunks, the first is short, which can make one more.
+            chunks = -(-pages.numel() // chunk_pages)
+            lane.advance(chunks + (chunks > 1))
             lane.used_by(stream, prepared.tables.tables)
             return copies
 
@@ -231,17 +296,39 @@ class StagedMover:
         *,
         first_layer: int,
         end_layer: int,
+        layers_each: int = 1,
         layer_events: torch.Tensor | tvm_ffi.Tensor = _NO_EVENTS,
     ) -> int:
         """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
 
-        ``layer_events`` holds handles of events, int64 on CPU, recorded on ``stream`` after each layer. Other
-        parameters are those of :meth:`write_back`.
+        Copies take up to ``layers_each`` layers at once, the first ones fewer: one, one, two, four, and so on, so that
+        no layer is ready later than when twice as much as it needs has crossed the bus. ``layer_events`` holds handles
+        of events, int64 on CPU, recorded on ``stream`` after each layer. Other parameters are those of
+        :meth:`write_back`.
         """
+        with self._ring.lane(Direction.LOAD).lock:
+            copies = 0
+            for start, end, each in layer_groups(first_layer, end_layer, layers_each):
+                events = layer_events
+                if isinstance(layer_events, torch.Tensor) and layer_events.numel():
+                    events = layer_events[start - first_layer : end - first_layer]
+                copies += self._load_layers(pages, slots, stream, start, end, each, events)
+        return copies
+
+    def _load_layers(
+        self,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+        first_layer: int,
+        end_layer: int,
+        layers_each: int,
+        layer_events: torch.Tensor | tvm_ffi.Tensor,
+    ) -> int:
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
-            chunk_pages = lane.chunk_pages(self._page_bytes)
-            prepared = self._prepare(Direction.LOAD, chunk_pages)
+            chunk_pages = lane.chunk_pages(self._page_bytes * layers_each)
+            prepared = self._prepare(Direction.LOAD, chunk_pages, layers_each)
             if lane.stream is not None and stream is not None:
                 # Host bytes may be ready only behind work of the caller's stream.
                 lane.stream.wait_stream(stream)
@@ -257,13 +344,14 @@ class StagedMover:
                 lane.cursor,
                 first_layer,
                 end_layer,
+                layers_each,
                 layer_events,
                 self._blocks,
                 STAGED_THREADS,
                 0 if stream is None else stream.cuda_stream,
                 lane.stream_handle,
             )
-            lane.advance(-(-pages.numel() // chunk_pages) * (end_layer - first_layer))
+            lane.advance(-(-pages.numel() // chunk_pages) * ((end_layer - first_layer) // layers_each))
             lane.used_by(stream, prepared.tables.tables)
             return copies
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -89,6 +90,8 @@ class DeviceConstants:
         Rate of the re-layout and scatter kernels, in bytes of pages.
     batched
         Whether batched copies exist in this runtime.
+    has_sms
+        Whether the direct path takes SMs from the model; on CPU the faster path is taken, whatever it holds.
     """
 
     source: str
@@ -97,6 +100,7 @@ class DeviceConstants:
     launch_seconds: float
     relayout_bytes_per_second: float
     batched: bool = True
+    has_sms: bool = True
 
 
 H200 = DeviceConstants(
@@ -115,6 +119,7 @@ H200 = DeviceConstants(
             (8192, 0.88),
             (16384, 0.945),
             (32768, 0.98),
+            (65536, 0.99),
         ),
         direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
     ),
@@ -132,6 +137,7 @@ H200 = DeviceConstants(
             (8192, 0.88),
             (16384, 0.945),
             (32768, 0.98),
+            (65536, 0.99),
         ),
         direct_rates=((1, 34.2e9), (2, 49.2e9), (4, 49.2e9), (8, 50.2e9)),
     ),
@@ -146,6 +152,7 @@ CPU = DeviceConstants(
     load=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), ((1, 8e9),)),
     launch_seconds=1e-6,
     relayout_bytes_per_second=8e9,
+    has_sms=False,
 )
 """Rough figures for rows in CPU memory, where staging is one copy too many."""
 
@@ -225,17 +232,26 @@ class Plan:
         What the model expects on the device; 0.0 for the reference, which it does not model.
     block_quota
         CTAs a direct transfer holds; 0 on the other paths.
+    layers_each
+        Layers that a copy of a staged load-back takes at most.
     """
 
     path: str
     reason: str
     expected_seconds: float
     block_quota: int
+    layers_each: int = 1
 
 
-FLAT_WIDTH_BYTES = 48 << 10
+FLAT_WIDTH_BYTES = 64 << 10
 FLAT_RUN_PAGES = 64
-"""Runs of fewer pages and at least this wide go page by page in batches (``csrc/staged/gpu_backend.h``)."""
+"""Runs of fewer rows and at least this wide go row by row in batches (``csrc/staged/gpu_backend.h``)."""
+MOST_LAYERS_EACH = 16
+"""Layers that a copy of a load takes at most: the later ones of them wait for all."""
+LEAST_CHUNK_PAGES = 16
+"""Pages that a staging buffer should still take of so many layers."""
+NEAR_BEST = 1.01
+"""Copies take no more layers once they are this close to the best."""
 STAGED_PREFERENCE = 0.04
 """How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
 
@@ -251,27 +267,57 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
-def staged_load_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
-    """Model the device time of a staged load-back, which moves one layer after the other."""
-    direction = constants.load
-    chunks = math.ceil(work.bytes / work.layers / max(work.layer_page_bytes, staging_bytes // 4))
+def staged_load_seconds(
+    work: Work, constants: DeviceConstants, staging_bytes: int, layers_each: int | None = None
+) -> float:
+    """Model the device time of a staged load-back, which moves some layers after the others; None: as many as best."""
+    each = layers_per_copy(work, constants, staging_bytes) if layers_each is None else layers_each
+    # The first copies take fewer layers: one, one, two, and so on.
+    seconds, done, size = 0.0, 0, 1
+    while size < each:
+        count = 2 if size == 1 else 1
+        seconds += count * _load_step_seconds(work, constants, staging_bytes, size)
+        done, size = done + count * size, 2 * size
+    seconds += max(0, work.layers - done) / each * _load_step_seconds(work, constants, staging_bytes, each)
     layer_bytes = work.bytes / work.layers
-    runs = work.runs + chunks - 1
+    return constants.launch_seconds + seconds + each * layer_bytes / constants.relayout_bytes_per_second
+
+
+def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) -> int:
+    """Fewest layers a copy of a load, a power of two, with which it takes hardly longer than with the best number."""
     if work.layout is HostLayout.LAYER_FIRST:
-        layer = _copies_seconds(layer_bytes, runs * work.planes, direction, batched=constants.batched and runs > 1)
+        return 1
+    choices = [1]
+    least_pages = min(LEAST_CHUNK_PAGES, max(1, work.pages))
+    while (
+        2 * choices[-1] <= min(MOST_LAYERS_EACH, work.layers // 2)
+        and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // 4
+    ):
+        choices.append(2 * choices[-1])
+    seconds = [_load_step_seconds(work, constants, staging_bytes, each) / each for each in choices]
+    return next(each for each, needed in zip(choices, seconds, strict=True) if needed <= NEAR_BEST * min(seconds))
+
+
+def _load_step_seconds(work: Work, constants: DeviceConstants, staging_bytes: int, each: int) -> float:
+    """Model the copies of ``each`` layers."""
+    direction = constants.load
+    size = work.bytes / work.layers * each
+    chunks = math.ceil(size / max(each * work.layer_page_bytes, staging_bytes // 4))
+    runs = work.runs + chunks - 1
+    width = work.layer_width * each
+    if work.layout is HostLayout.LAYER_FIRST:
+        seconds = _copies_seconds(size, runs * work.planes, direction, batched=constants.batched and runs > 1)
     elif work.layout is HostLayout.PAGE_FIRST_DIRECT and work.runs == work.pages:
-        layer = _copies_seconds(layer_bytes, runs, direction, batched=constants.batched and runs > 1)
+        seconds = _copies_seconds(size, runs, direction, batched=constants.batched and runs > 1)
     else:
-        efficiency = direction.efficiency(work.layer_width)
-        layer = layer_bytes / (direction.copy_bytes_per_second * efficiency) + runs * direction.copy_2d_seconds
-        short_runs = work.pages < FLAT_RUN_PAGES * work.runs
-        if constants.batched and short_runs and work.layer_width >= FLAT_WIDTH_BYTES:
-            layer = _copies_seconds(layer_bytes, work.pages + chunks - 1, direction, batched=True)
-    return (
-        constants.launch_seconds
-        + work.layers * max(layer, constants.launch_seconds)
-        + (layer_bytes / constants.relayout_bytes_per_second)
-    )
+        rows = 1 if work.layout is HostLayout.PAGE_FIRST_DIRECT else work.page_size
+        rows_of_a_run = rows * work.pages / max(1, runs)
+        if constants.batched and rows_of_a_run < FLAT_RUN_PAGES and width >= FLAT_WIDTH_BYTES:
+            seconds = _copies_seconds(size, rows * work.pages + chunks - 1, direction, batched=True)
+        else:
+            rate = direction.copy_bytes_per_second * direction.efficiency(width)
+            seconds = size / rate + runs * direction.copy_2d_seconds
+    return max(seconds, constants.launch_seconds)
 
 
 def _copies_seconds(size: float, copies: int, direction: DirectionConstants, *, batched: bool) -> float:
@@ -325,7 +371,7 @@ def plan_write_back(
     direct = direct_seconds(
         work, constants.write_back, constants.launch_seconds, _ctas(constants.write_back, block_quota), 1
     )
-    return _choose("write-back", work, constants.write_back, seconds, direct, available, policy, block_quota)
+    return _choose("write-back", work, constants, constants.write_back, seconds, direct, available, policy, block_quota)
 
 
 def plan_load(
@@ -338,17 +384,19 @@ def plan_load(
     staging_bytes: int = 128 << 20,
     layer_by_layer: bool = True,
 ) -> Plan:
-    """Choose the path of a load-back; ``layer_by_layer`` False where no layer is waited for on its own.
+    """Choose the path of a load-back; ``layer_by_layer`` True where each layer is a call of its own.
 
     The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and
     errors are those of :func:`plan_write_back`.
     """
     launches = work.layers if layer_by_layer else 1
-    seconds = staged_load_seconds(work, constants, staging_bytes)
+    each = 1 if layer_by_layer else layers_per_copy(work, constants, staging_bytes)
+    seconds = staged_load_seconds(work, constants, staging_bytes, each)
     direct = direct_seconds(
         work, constants.load, constants.launch_seconds, _ctas(constants.load, block_quota), launches
     )
-    return _choose("load-back", work, constants.load, seconds, direct, available, policy, block_quota)
+    plan = _choose("load-back", work, constants, constants.load, seconds, direct, available, policy, block_quota)
+    return dataclasses.replace(plan, layers_each=each) if plan.path == STAGED else plan
 
 
 def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
@@ -362,6 +410,7 @@ def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
 def _choose(
     what: str,
     work: Work,
+    constants: DeviceConstants,
     direction: DirectionConstants,
     staged_seconds: float,
     direct_path_seconds: float,
@@ -396,10 +445,11 @@ def _choose(
         return _because(staged, f"no direct path: {no_direct}")
     shape = f"{work.pages} pages of {work.page_bytes} bytes in {work.runs} runs"
     staged_time, direct_time = f"{staged_seconds * 1e3:.3f} ms", f"{direct_path_seconds * 1e3:.3f} ms"
-    if staged_seconds <= direct_path_seconds * (1 + STAGED_PREFERENCE):
-        return _because(staged, f"{shape}: staged {staged_time} against direct {direct_time}, and it holds no SM")
+    if staged_seconds <= direct_path_seconds * (1 + (STAGED_PREFERENCE if constants.has_sms else 0.0)):
+        holds = ", and it holds no SM" if constants.has_sms else ""
+        return _because(staged, f"{shape}: staged {staged_time} against direct {direct_time}{holds}")
     return _because(direct, f"{shape}: direct {direct_time} against staged {staged_time}")
 
 
 def _because(plan: Plan, reason: str) -> Plan:
-    return Plan(plan.path, reason, plan.expected_seconds, plan.block_quota)
+    return dataclasses.replace(plan, reason=reason)

@@ -117,15 +117,15 @@ class RowTables:
     layered: bool
     tables: torch.Tensor
 
-    def groups(self, *, to_device: bool, layer: int | None) -> torch.Tensor:
-        """Describe the move of one layer, or of all with None, in one direction."""
+    def groups(self, *, to_device: bool, layer: int | None, layers: int = 1) -> torch.Tensor:
+        """Describe the move of ``layers`` layers from ``layer`` on, or of all with None, in one direction."""
         described = []
         for index, count in enumerate(self.rows_per_layer):
             skipped = 0 if layer is None else layer * count * 8
             device = _skip(self.device[index], skipped)
             other = _skip(self.other[index], skipped if self.layered else 0)
             source, destination = (other, device) if to_device else (device, other)
-            rows = count * self.layers if layer is None else count
+            rows = count * (self.layers if layer is None else layers)
             described.append(
                 RowGroup(source, destination, rows, self.row_bytes[index], self.inner[index], self.vector_bytes[index])
             )

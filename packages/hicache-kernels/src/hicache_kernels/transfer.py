@@ -12,12 +12,11 @@ import torch
 
 from . import planner, reference
 from .indices import IndexReader, OperationIndices
-from .layout import HostLayout
-from .movers import DirectMover, StagedMover, host_sides
+from .layout import HostLayout, HostStrides
+from .movers import DirectMover, StagedMover
 from .plane import Plane, check_planes
 from .probe import load_module, unavailable_reason
 from .results import Capabilities, TransferPolicy, TransferResult
-from .rows import walk
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
 
@@ -32,6 +31,19 @@ BOTH_RUNS = "device slots are runs too, so the copies need no staging"
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning("%s", message)
+
+
+def _layout(strides: HostStrides, page_size: int) -> HostLayout:
+    """Layout by its strides; pages of one slot, in which the page-first layouts are one, count as the direct one."""
+    if strides.layer > strides.page:
+        return HostLayout.LAYER_FIRST
+    if page_size > 1 and strides.slot >= strides.layer:
+        return HostLayout.PAGE_FIRST
+    return HostLayout.PAGE_FIRST_DIRECT
+
+
+def _handles(events: Sequence[torch.cuda.Event]) -> torch.Tensor:
+    return torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
 
 
 def _host_pages(indices: OperationIndices) -> torch.Tensor:
@@ -89,11 +101,7 @@ class PlaneTransfer:
         self._constants = constants
         self._lock = threading.Lock()
         self._spare_events: list[torch.cuda.Event] = []
-        side = host_sides(self.planes)[0]
-        self._layout = {1: HostLayout.PAGE_FIRST, 0: HostLayout.LAYER_FIRST}.get(
-            walk(side, self.page_size) if self.page_size > 1 or side.slot >= side.layer else 0,
-            HostLayout.PAGE_FIRST_DIRECT,
-        )
+        self._layout = _layout(first.host.strides, self.page_size)
 
     # ---- paths
 
@@ -161,7 +169,7 @@ class PlaneTransfer:
         available = self._available
         pages = self.planes[0].host.pages
         write_back = self._plan(Direction.WRITE_BACK, pages, 1, None, None, False)
-        load = self._plan(Direction.LOAD, pages, 1, None, None, True)
+        load = self._plan(Direction.LOAD, pages, 1, None, None, False)
         missing = [
             f"{name}: {reason}"
             for name, reason in (("staged", available.staged_reason), ("direct", available.direct_reason))
@@ -178,8 +186,11 @@ class PlaneTransfer:
             errors[0] if errors else None,
         )
 
-    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = True) -> planner.Plan:
-        """Path an operation of ``pages`` host pages in ``runs`` copies would take under the pool's policy, and why."""
+    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = False) -> planner.Plan:
+        """Path an operation of ``pages`` host pages in ``runs`` runs would take under the pool's policy, and why.
+
+        ``layer_by_layer`` for loads whose layers are calls of their own, rather than one call with events.
+        """
         return self._plan(direction, pages, runs, None, None, layer_by_layer)
 
     def _planner_constants(self) -> planner.DeviceConstants:
@@ -333,8 +344,7 @@ class PlaneTransfer:
         with self._on_device():
             stream = self._current_stream()
             indices = self._indices.read(host_indices, device_indices, stream)
-            layer_by_layer = layer is not None or layer_events
-            plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer_by_layer)
+            plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer is not None)
             first, end = (0, self.layers) if layer is None else (layer, layer + 1)
             size = indices.page_count * self.page_bytes // self.layers * (end - first)
             if size == 0:
@@ -346,6 +356,7 @@ class PlaneTransfer:
             if plan.path == planner.DIRECT:
                 if layer_events and stream is not None:
                     events = self._load_layers_direct(indices, range(first, end), max(1, plan.block_quota), stream)
+                    self._make_spare_events(stream)
                 else:
                     host_slots = self._indices.host_slots(indices)
                     self._move_direct(indices, host_slots, True, layer, plan.block_quota, stream)
@@ -355,7 +366,7 @@ class PlaneTransfer:
             staged = self._demand_staged()
             if layer_events and stream is not None:
                 events = self._take_events(end - first, stream)
-            handles = torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
+            handles = _handles(events)
             if indices.device.device.type == "cpu":
                 with self.ring.lane(Direction.LOAD).lock:
                     run_copies = staged.copy_runs(
@@ -382,13 +393,13 @@ class PlaneTransfer:
                     stream,
                     first_layer=first,
                     end_layer=end,
+                    layers_each=plan.layers_each,
                     layer_events=handles,
                 )
                 ready = staged.copies_done(Direction.LOAD)
             released = None if stream is None else stream.record_event()
             if layer_events and stream is not None:
-                missing = self.layers - len(self._spare_events)
-                self._spare_events += [stream.record_event() for _ in range(missing)]
+                self._make_spare_events(stream)
             return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, tuple(events))
 
     def _take_events(self, count: int, stream: torch.cuda.Stream) -> list[torch.cuda.Event]:
@@ -400,6 +411,12 @@ class PlaneTransfer:
             except IndexError:
                 events.append(stream.record_event())
         return events
+
+    def _make_spare_events(self, stream: torch.cuda.Stream) -> None:
+        """Have the events of the next load ready, once this one is queued."""
+        if not torch.cuda.is_current_stream_capturing():
+            missing = self.layers - len(self._spare_events)
+            self._spare_events += [stream.record_event() for _ in range(missing)]
 
     def _demand_staged(self) -> StagedMover:
         mover, reason = self._staged
@@ -447,21 +464,40 @@ class PlaneTransfer:
     def _load_layers_direct(
         self, indices: OperationIndices, layers: range, blocks: int, stream: torch.cuda.Stream
     ) -> list[torch.cuda.Event]:
-        """Queue a kernel and an event a layer, on two streams in turn.
+        """Queue the layers in order, with an event behind each.
 
-        While one layer's kernel starts or drains, the other stream's keeps the bus busy; each gets half the CTAs, so
-        that both together hold no more than the quota.
+        One kernel takes all of them and counts its warps out of each, which a second stream waits for: so the bus is
+        busy from the first byte to the last. Where that cannot be, it is a kernel a layer, on two streams in turn:
+        while one starts or drains, the other keeps the bus busy; each gets half the CTAs, so that both together hold no
+        more than the quota.
         """
+        mover, reason = self._direct
+        if mover is None:
+            raise planner.PathUnavailableError(reason)
         host_slots = self._indices.host_slots(indices)
         lanes = self._direct_lanes[: min(2, blocks)]
+        done = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
         fork = stream.record_event()
         for lane in lanes:
             lane.wait_event(fork)
-        events = []
-        for layer in layers:
+        events = self._take_events(len(layers), stream)
+        if not torch.cuda.is_current_stream_capturing() and mover.load_layers(
+            host_slots,
+            indices.device_slots,
+            first_layer=layers.start,
+            done=done,
+            events=_handles(events),
+            blocks=blocks,
+            stream=stream.cuda_stream,
+            side_stream=lanes[0].cuda_stream,
+        ):
+            done.record_stream(lanes[0])
+            mover.tables.record_stream(stream)
+            return events
+        for layer, event in zip(layers, events, strict=True):
             lane = lanes[layer % len(lanes)]
             self._move_direct(indices, host_slots, True, layer, blocks // len(lanes), lane)
-            events.append(lane.record_event())
+            event.record(lane)
         # Whatever the lanes read is reused behind this stream's later work only.
         for lane in lanes:
             stream.wait_stream(lane)

@@ -27,4 +27,6 @@ void store_nc(uint64_t address, const Words<Bytes>& words) {
   std::memcpy(reinterpret_cast<void*>(address), &words, Bytes);
 }
 
+inline void count_warp(uint32_t* sum) { *sum += threadIdx.x % 32 == 0; }
+
 }  // namespace hicache

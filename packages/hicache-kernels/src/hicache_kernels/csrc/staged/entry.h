@@ -34,6 +34,10 @@ struct Operation {
 
   int64_t chunks() const { return (page_count + chunk_pages - 1) / chunk_pages; }
 
+  // Pages of the first chunk of a write-back: fewer where others follow, so that the copies start sooner. That takes one
+  // buffer more than chunks() says at most.
+  int64_t first_chunk() const { return page_count <= chunk_pages ? page_count : (chunk_pages + 3) / 4; }
+
   // Copies of pages [first, first + count) of the operation, neighbouring host pages joined.
   void plan(int64_t first, int64_t count, int64_t layer, uint64_t staging, std::vector<Copy>& copies) const {
     copies.clear();
@@ -77,10 +81,9 @@ inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVie
   std::vector<Copy> copies;
   int64_t total = 0;
   std::vector<Group> moved = op.groups;
-  for (int64_t chunk = 0; chunk < op.chunks(); ++chunk) {
+  for (int64_t chunk = 0, first = 0; first < op.page_count; ++chunk) {
     const int64_t* buffer = op.buffers + 3 * ((op.cursor + chunk) % op.buffer_count);
-    const int64_t first = chunk * op.chunk_pages;
-    const int64_t count = std::min(op.chunk_pages, op.page_count - first);
+    const int64_t count = std::min(chunk == 0 ? op.first_chunk() : op.chunk_pages, op.page_count - first);
     for (size_t g = 0; g < moved.size(); ++g) moved[g].destination.base = op.groups[g].destination.base + buffer[0];
     backend.rows_wait(buffer[2]);
     backend.move(moved, count * op.page_size, op.slots.from(first * op.page_size), Indices());
@@ -90,6 +93,7 @@ inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVie
     backend.copy(copies, true);
     backend.copies_record(buffer[2]);
     total += static_cast<int64_t>(copies.size());
+    first += count;
   }
   return total;
 }
@@ -170,23 +174,27 @@ inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVi
   return static_cast<int64_t>(planned.size());
 }
 
-// Host pages to device rows, layers [first_layer, end_layer) in order. row_step: entries of the row table a layer; the
-// groups describe layer 0 and their source is staging memory. layer_events: int64 [layers or 0], recorded on the caller's
+// Host pages to device rows, layers [first_layer, end_layer) in order, layers_each at a time: pieces and groups are those
+// of the first layers_each layers, and the groups' source is staging memory. layer_events: int64 [layers or 0], recorded on the caller's
 // stream after each layer. Returns the number of copies.
 inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
                           tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,
                           int64_t page_size, int64_t chunk_pages, int64_t cursor, int64_t first_layer, int64_t end_layer,
-                          tvm::ffi::TensorView layer_events, int64_t blocks, int64_t threads, int64_t stream,
-                          int64_t copy_stream) {
+                          int64_t layers_each, tvm::ffi::TensorView layer_events, int64_t blocks, int64_t threads,
+                          int64_t stream, int64_t copy_stream) {
   Symbol event_count{"layer events"};
   TensorCheck(layer_events, "layer_events").on_cpu().integers({64}).shape({&event_count});
+  if (layers_each < 1 || (end_layer - first_layer) % layers_each != 0) {
+    TVM_FFI_THROW(ValueError) << "layers_each is " << layers_each << "; it must divide the " << end_layer - first_layer
+                              << " layers";
+  }
   const Operation op =
       read_operation(pieces, groups, pages, slots, buffers, boundaries, page_size, chunk_pages, cursor);
   Backend backend(blocks, threads, stream, copy_stream);
   std::vector<Copy> copies;
   int64_t total = 0, used = op.cursor;
   std::vector<Group> moved = op.groups;
-  for (int64_t layer = first_layer; layer < end_layer; ++layer) {
+  for (int64_t layer = first_layer; layer < end_layer; layer += layers_each) {
     for (int64_t chunk = 0; chunk < op.chunks(); ++chunk, ++used) {
       const int64_t* buffer = op.buffers + 3 * (used % op.buffer_count);
       const int64_t first = chunk * op.chunk_pages;
@@ -198,13 +206,15 @@ inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView grou
       backend.rows_wait(buffer[1]);
       for (size_t g = 0; g < moved.size(); ++g) {
         moved[g].source.base = op.groups[g].source.base + buffer[0];
-        moved[g].destination.bases = op.groups[g].destination.bases + layer * op.groups[g].rows;
+        moved[g].destination.bases = op.groups[g].destination.bases + layer * (op.groups[g].rows / layers_each);
       }
       backend.move(moved, count * op.page_size, Indices(), op.slots.from(first * op.page_size));
       backend.rows_record(buffer[2]);
       total += static_cast<int64_t>(copies.size());
     }
-    if (layer - first_layer < event_count.value) backend.rows_record(int64_data(layer_events)[layer - first_layer]);
+    for (int64_t done = layer - first_layer; done < layer - first_layer + layers_each && done < event_count.value; ++done) {
+      backend.rows_record(int64_data(layer_events)[done]);
+    }
   }
   return total;
 }

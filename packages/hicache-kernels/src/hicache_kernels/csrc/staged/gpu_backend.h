@@ -45,7 +45,7 @@ class Backend {
   static bool flattens(const Copy& copy) {
     return batches_copies() && copy.width >= kFlatWidth && copy.height < kFlatHeight;
   }
-  static constexpr int64_t kFlatWidth = 48 << 10;
+  static constexpr int64_t kFlatWidth = 64 << 10;
   static constexpr int64_t kFlatHeight = 64;
 
   static void wait(gpuStream_t stream, int64_t event) {

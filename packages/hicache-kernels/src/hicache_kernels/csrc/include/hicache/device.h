@@ -41,6 +41,34 @@ inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, 
 }
 #define HICACHE_GRID_CONSTANT __grid_constant__
 
+#if CUDART_VERSION >= 12050
+typedef CUresult (*WaitValueCall)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+
+// A call of the driver, looked up at run time so that a module needs no libcuda to load. Null where it is missing.
+inline WaitValueCall find_wait_call() {
+  static const WaitValueCall call = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, 12000, cudaEnableDefault, &status);
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess && status == cudaDriverEntryPointSuccess ? reinterpret_cast<WaitValueCall>(found)
+                                                                         : nullptr;
+  }();
+  return call;
+}
+inline bool gpuCanWaitForValues() { return find_wait_call() != nullptr; }
+// Holds a stream until the word at a device address has reached a value.
+inline gpuError_t gpuStreamWaitValue(gpuStream_t stream, const uint32_t* address, uint32_t value) {
+  const CUresult result =
+      find_wait_call()(stream, reinterpret_cast<CUdeviceptr>(address), value, CU_STREAM_WAIT_VALUE_GEQ);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorUnknown;
+}
+#else
+inline bool gpuCanWaitForValues() { return false; }
+inline gpuError_t gpuStreamWaitValue(gpuStream_t, const uint32_t*, uint32_t) { return cudaErrorNotSupported; }
+#endif
+
 #elif defined(HICACHE_ROCM)
 
 constexpr DLDeviceType kDLGPU = kDLROCM;
@@ -65,6 +93,10 @@ inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, 
                           to_host ? hipMemcpyDeviceToHost : hipMemcpyHostToDevice, stream);
 }
 #define HICACHE_GRID_CONSTANT
+
+// HIP waits for values in signal memory only, which a kernel cannot count in.
+inline bool gpuCanWaitForValues() { return false; }
+inline gpuError_t gpuStreamWaitValue(gpuStream_t, const uint32_t*, uint32_t) { return hipErrorNotSupported; }
 
 #else
 

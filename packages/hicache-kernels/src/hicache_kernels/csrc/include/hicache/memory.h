@@ -85,6 +85,23 @@ __device__ __forceinline__ void store_nc(uint64_t address, const Words<Bytes>& v
 
 #endif
 
+// Adds one for each 32 threads, once all their stores can be seen by whoever sees the sum.
+__device__ __forceinline__ void count_warp(uint32_t* sum) {
+#if defined(HICACHE_CUDA)
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    atomicAdd(sum, 1u);
+  }
+#else
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(sum, blockDim.x / 32);
+  }
+#endif
+}
+
 }  // namespace hicache
 
 #endif

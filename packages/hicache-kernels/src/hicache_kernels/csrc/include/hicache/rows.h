@@ -132,6 +132,8 @@ struct DeviceGroup {
 struct Launch {
   DeviceGroup groups[kGroupsPerLaunch];
   int count;
+  uint32_t layers;  // each is `rows` further on in the tables of row bases
+  uint32_t* done;   // per layer, the warps that have finished it; null where nobody asks
   const void* source_indices;
   const void* destination_indices;
 };
@@ -156,58 +158,68 @@ __device__ __forceinline__ Place place_of(const DeviceGroup& group, uint32_t uni
                unit - line * group.columns.value};
 }
 
-// A unit is one vector of a row, or kUnroll vectors at equal distances, found by one look-up.
+// Moves a group's rows of one layer. A unit is one vector of a row, or kUnroll vectors at equal distances, found by one
+// look-up.
 template <int Bytes, typename Index>
-__global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GRID_CONSTANT Launch launch) {
+__device__ __forceinline__ void move_group(const Launch& launch, const DeviceGroup& group, uint32_t first_row) {
   const uint32_t stride = gridDim.x * blockDim.x;
-  for (int g = 0; g < launch.count; ++g) {
-    const DeviceGroup& group = launch.groups[g];
-    uint32_t unit = blockIdx.x * blockDim.x + threadIdx.x;
-    if (group.spread) {
-      const uint32_t step = group.columns.value * Bytes;
-      for (; unit < group.units; unit += stride) {
-        const Place place = place_of(group, unit);
-        const uint32_t source_slot = slot_at<Index>(launch.source_indices, place.position);
-        const uint32_t destination_slot = slot_at<Index>(launch.destination_indices, place.position);
-        const uint64_t from = group.source.address(place.row, source_slot) + place.column * Bytes;
-        const uint64_t to = group.destination.address(place.row, destination_slot) + place.column * Bytes;
-        Words<Bytes> words[kUnroll];
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from + u * step);
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) store_nc(to + u * step, words[u]);
-      }
-      continue;
-    }
-    for (; unit < group.units; unit += kUnroll * stride) {
-      // Each step for all units before the next one, so that their latencies overlap. Past the end the last unit is read
-      // again and not written: the last pass waits once and not kUnroll times.
-      Place places[kUnroll];
-      uint32_t source_slots[kUnroll], destination_slots[kUnroll];
-      uint64_t from[kUnroll], to[kUnroll];
+  uint32_t unit = blockIdx.x * blockDim.x + threadIdx.x;
+  if (group.spread) {
+    const uint32_t step = group.columns.value * Bytes;
+    for (; unit < group.units; unit += stride) {
+      const Place place = place_of(group, unit);
+      const uint32_t source_slot = slot_at<Index>(launch.source_indices, place.position);
+      const uint32_t destination_slot = slot_at<Index>(launch.destination_indices, place.position);
+      const uint64_t from = group.source.address(first_row + place.row, source_slot) + place.column * Bytes;
+      const uint64_t to = group.destination.address(first_row + place.row, destination_slot) + place.column * Bytes;
       Words<Bytes> words[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const uint32_t wanted = unit + u * stride;
-        places[u] = place_of(group, wanted < group.units ? wanted : group.units - 1);
-      }
+      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from + u * step);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        source_slots[u] = slot_at<Index>(launch.source_indices, places[u].position);
-        destination_slots[u] = slot_at<Index>(launch.destination_indices, places[u].position);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        from[u] = group.source.address(places[u].row, source_slots[u]) + places[u].column * Bytes;
-        to[u] = group.destination.address(places[u].row, destination_slots[u]) + places[u].column * Bytes;
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from[u]);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (unit + u * stride < group.units) store_nc(to[u], words[u]);
-      }
+      for (int u = 0; u < kUnroll; ++u) store_nc(to + u * step, words[u]);
     }
+    return;
+  }
+  for (; unit < group.units; unit += kUnroll * stride) {
+    // Each step for all units before the next one, so that their latencies overlap. Past the end the last unit is read
+    // again and not written: the last pass waits once and not kUnroll times.
+    Place places[kUnroll];
+    uint32_t source_slots[kUnroll], destination_slots[kUnroll];
+    uint64_t from[kUnroll], to[kUnroll];
+    Words<Bytes> words[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t wanted = unit + u * stride;
+      places[u] = place_of(group, wanted < group.units ? wanted : group.units - 1);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      source_slots[u] = slot_at<Index>(launch.source_indices, places[u].position);
+      destination_slots[u] = slot_at<Index>(launch.destination_indices, places[u].position);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      from[u] = group.source.address(first_row + places[u].row, source_slots[u]) + places[u].column * Bytes;
+      to[u] = group.destination.address(first_row + places[u].row, destination_slots[u]) + places[u].column * Bytes;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) load_nc(words[u], from[u]);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (unit + u * stride < group.units) store_nc(to[u], words[u]);
+    }
+  }
+}
+
+template <int Bytes, typename Index>
+__global__ void __launch_bounds__(kMaxThreads) move_rows_kernel(const HICACHE_GRID_CONSTANT Launch launch) {
+  for (uint32_t layer = 0; layer < launch.layers; ++layer) {
+    for (int g = 0; g < launch.count; ++g) {
+      const DeviceGroup& group = launch.groups[g];
+      move_group<Bytes, Index>(launch, group, layer * group.rows.value);
+    }
+    // A warp goes on as soon as its own share of the layer is done, so the bus never idles between layers.
+    if (launch.done != nullptr) count_warp(launch.done + layer);
   }
 }
 
@@ -221,13 +233,35 @@ void launch_rows(const Launch& launch, bool wide, int blocks, int threads, gpuSt
   check_gpu(gpuGetLastError(), "launching the row kernel");
 }
 
-inline void launch_width(const Launch& launch, int64_t width, bool wide, int blocks, int threads, gpuStream_t stream) {
+// Returns the CTAs it launched: no more than there is work for.
+inline int launch_width(const Launch& launch, int64_t width, bool wide, int blocks, int threads, gpuStream_t stream) {
   uint32_t most = 1;
   for (int g = 0; g < launch.count; ++g) most = std::max(most, launch.groups[g].units);
   blocks = std::max(1, std::min<int>(blocks, static_cast<int>((most + threads - 1) / threads)));
-  if (width == 16) return launch_rows<16>(launch, wide, blocks, threads, stream);
-  if (width == 8) return launch_rows<8>(launch, wide, blocks, threads, stream);
-  return launch_rows<4>(launch, wide, blocks, threads, stream);
+  if (width == 16) {
+    launch_rows<16>(launch, wide, blocks, threads, stream);
+  } else if (width == 8) {
+    launch_rows<8>(launch, wide, blocks, threads, stream);
+  } else {
+    launch_rows<4>(launch, wide, blocks, threads, stream);
+  }
+  return blocks;
+}
+
+// How `count` slots of a group are walked.
+inline DeviceGroup device_group(const Group& group, int64_t count, bool on_device) {
+  DeviceGroup target;
+  target.source = group.source;
+  target.destination = group.destination;
+  const int64_t vectors = group.row_bytes / group.vector_bytes;
+  target.spread = vectors % kUnroll == 0 && (on_device ? group.row_bytes / kUnroll >= kShortestStretch
+                                                       : vectors / kUnroll % kWarpVectors == 0);
+  const int64_t columns = target.spread ? vectors / kUnroll : vectors;
+  target.columns = Divisor(static_cast<uint32_t>(columns));
+  target.inner = Divisor(static_cast<uint32_t>(group.inner == 0 ? count : group.inner));
+  target.rows = Divisor(static_cast<uint32_t>(group.rows));
+  target.units = static_cast<uint32_t>(count * group.rows * columns);
+  return target;
 }
 
 // Queues the move of `slots` slots of every group; one launch unless groups differ in vector width or are huge.
@@ -257,27 +291,19 @@ inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Ind
       const int64_t count = std::min(part, slots - first);
       Launch launch;
       launch.count = 0;
+      launch.layers = 1;
+      launch.done = nullptr;
       launch.source_indices = source_indices.from(first).data;
       launch.destination_indices = destination_indices.from(first).data;
       for (const Group& group : groups) {
         if (group.vector_bytes != width) continue;
         DeviceGroup& target = launch.groups[launch.count++];
-        target.source = group.source;
-        target.destination = group.destination;
+        target = device_group(group, count, source_indices.data == nullptr || destination_indices.data == nullptr);
         // Where a space counts slots by position, a later part starts further on.
         if (source_indices.data == nullptr) target.source.base += first / target.source.block.value * target.source.block_stride;
         if (destination_indices.data == nullptr) {
           target.destination.base += first / target.destination.block.value * target.destination.block_stride;
         }
-        const int64_t vectors = group.row_bytes / width;
-        const bool on_device = source_indices.data == nullptr || destination_indices.data == nullptr;
-        target.spread = vectors % kUnroll == 0 && (on_device ? group.row_bytes / kUnroll >= kShortestStretch
-                                                             : vectors / kUnroll % kWarpVectors == 0);
-        const int64_t columns = target.spread ? vectors / kUnroll : vectors;
-        target.columns = Divisor(static_cast<uint32_t>(columns));
-        target.inner = Divisor(static_cast<uint32_t>(group.inner == 0 ? count : group.inner));
-        target.rows = Divisor(static_cast<uint32_t>(group.rows));
-        target.units = static_cast<uint32_t>(count * group.rows * columns);
         if (launch.count == kGroupsPerLaunch) {
           launch_width(launch, width, wide, blocks, threads, stream);
           launch.count = 0;
@@ -286,6 +312,28 @@ inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Ind
       if (launch.count > 0) launch_width(launch, width, wide, blocks, threads, stream);
     }
   }
+}
+
+// Queues the move of `layers` layers in order as one launch; groups describe the first, and both sides have indices.
+// done: per layer, where warps are counted. Returns what the counts reach, or 0, with nothing queued, where it takes more
+// than one launch.
+inline uint32_t move_layers(const std::vector<Group>& groups, int64_t slots, const Indices& source_indices,
+                            const Indices& destination_indices, int64_t layers, uint32_t* done, int blocks, int threads,
+                            gpuStream_t stream) {
+  if (groups.empty() || groups.size() > kGroupsPerLaunch) return 0;
+  Launch launch;
+  launch.count = 0;
+  launch.layers = static_cast<uint32_t>(layers);
+  launch.done = done;
+  launch.source_indices = source_indices.data;
+  launch.destination_indices = destination_indices.data;
+  const int64_t width = groups.front().vector_bytes;
+  for (const Group& group : groups) {
+    if (group.vector_bytes != width || slots * group.rows * (group.row_bytes / width) > HICACHE_MAX_VECTORS) return 0;
+    launch.groups[launch.count++] = device_group(group, slots, false);
+  }
+  blocks = launch_width(launch, width, source_indices.wide, blocks, threads, stream);
+  return static_cast<uint32_t>(blocks * (threads / 32));
 }
 
 #else
