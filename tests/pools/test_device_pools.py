@@ -143,6 +143,12 @@ def zeros(*shape, dtype=torch.bfloat16):
         ),
         (lambda: mla(kv=torch.zeros(2, 8, 4), page_size=4), TypeError, r"kv\.unbind\(0\)"),
         (lambda: mla(kv=[], page_size=4), ValueError, "kv is empty"),
+        (lambda: mla(kv=iter(zeros(8, 4)), page_size=4), TypeError, "kv is a list_iterator, which can be read once"),
+        (
+            lambda: mha(k=zeros(8, 2, 4), v=zeros(8, 2, 4), page_size=4, form="hnd"),
+            ValueError,
+            "form is 'hnd'; accepted are slot_major, block_major, head_major",
+        ),
         (lambda: mla(kv=[torch.zeros(8, 4), None], page_size=4), TypeError, r"kv\[1\]"),
         (
             lambda: mla(kv=[torch.zeros(8, 4), torch.zeros(9, 4)], page_size=4),

@@ -217,6 +217,7 @@ def test_shared_memory_and_layout_are_those_of_every_pool() -> None:
         ({"kv": mha(), "mamba": mamba()}, {"layout": "layer_first"}, "layer_first"),
         ({"kv": mha()}, {"host_size": float("inf")}, "host_size is inf; it must be finite"),
         ({"kv": mha()}, {"host_to_device_ratio": float("nan")}, "host_to_device_ratio is nan; it must be finite"),
+        ({"kv": PoolSpec(mha(), pages=100)}, {"host_size": 1e-6}, "host_size is 1e-06 GB; the pools with a number of"),
         (
             {PoolName.DEEPSEEK_V4_C128: DeepSeekV4PagedPool(1024, 128, 128, 16, 2)},
             {"page_size": 64, "host_size": 64.0},
@@ -231,7 +232,7 @@ def test_a_bad_argument_is_named(device_pools: dict[str, Any], arguments: dict[s
 
 def test_a_device_pool_nobody_knows_is_named_with_the_way_out() -> None:
     class Other:
-        layer_num = 1
+        pass
 
     with pytest.raises(TypeError, match=r"Other.*host_pool_type"):
         build_host_pool_group({"kv": Other()}, page_size=PAGE)  # type: ignore[dict-item]

@@ -291,7 +291,7 @@ def test_a_forked_child_does_not_unpin_what_its_parent_uses() -> None:
         ({"page_bytes": 0}, "page_bytes=0"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"allocator_type": "heap"}, "heap"),
-        ({"huge_pages": "gigantic"}, "gigantic"),
+        ({"huge_pages": "gigantic"}, "huge_pages is 'gigantic'; accepted are off, "),
         ({"page_bytes": 4095, "chunk_bytes": 8192}, "chunk_bytes is 8192"),
         ({"threads": 0}, "threads is 0"),
     ],

@@ -325,7 +325,7 @@ def test_slots_are_owned_and_given_back(bench, case_name):
         ({"layout": "page_last"}, ValueError, "layout is 'page_last'; accepted are layer_first, page_first"),
         ({"transfer_policy": "fast"}, ValueError, "transfer_policy is 'fast'; accepted are auto, staged, direct"),
         ({"transfer_policy": "reference"}, ValueError, "transfer_policy is 'reference'"),
-        ({"allocator_type": "magic"}, ValueError, "magic"),
+        ({"allocator_type": "magic"}, ValueError, "allocator_type is 'magic'; accepted are default, shared"),
         ({"device": "cuda"}, ValueError, "device is 'cuda'"),
         ({"page_size": 0}, ValueError, "page_size is 0"),
         ({"pages": 0}, ValueError, "pages is 0"),
@@ -444,4 +444,6 @@ def test_a_pool_for_bookkeeping_has_slots_and_no_bytes():
         pool.alloc(4)
     with pytest.raises(ValueError, match="pages is 0"):
         NullPoolHost(0, 4)
+    with pytest.raises(ValueError, match="layout is 'rows'; accepted are layer_first"):
+        NullPoolHost(1, 4, "rows")
     assert NullPoolHost(1, 1, HostLayout.LAYER_FIRST).layout == "layer_first"

@@ -221,8 +221,8 @@ def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) ->
     plans: list[_Plan] = []
     for name, given in device_pools.items():
         spec = given if isinstance(given, PoolSpec) else PoolSpec(given)
-        layer_mapper(spec.device_pool.layer_num, spec.layers)
         plans.append(_plan(str(name), spec, page_size))
+        layer_mapper(spec.device_pool.layer_num, spec.layers)
         if isinstance(spec.device_pool, DSATokenToKVPool) and spec.host_pool_type is None:
             if PoolName.INDEXER in device_pools:
                 raise ValueError(f"device_pools has {name} with an indexer inside, and {PoolName.INDEXER} beside it")
@@ -305,10 +305,13 @@ def _pages(
         page_bytes[plan.source or plan.name] += plan.page_bytes
 
     if finite("host_size", host_size) > 0:
-        left = int(host_size * 1e9) - sum(page_bytes[name] * count for name, count in fixed.items())
+        taken = sum(page_bytes[name] * count for name, count in fixed.items())
+        left = int(host_size * 1e9) - taken
+        if left < 0:
+            raise ValueError(f"host_size is {host_size} GB; the pools with a number of pages need {taken} bytes")
         mirrored = sum(page_bytes[name] * count for name, count in device_pages.items() if name not in fixed)
         # Whole numbers, so that rounding never asks for more than there is.
-        shares = {name: count * max(left, 0) // max(mirrored, 1) for name, count in device_pages.items()}
+        shares = {name: count * left // max(mirrored, 1) for name, count in device_pages.items()}
     else:
         shares = {
             name: int(count * finite("host_to_device_ratio", host_to_device_ratio))

@@ -1,10 +1,13 @@
-"""Numbers that callers pass: whole or finite, or an error that names the argument."""
+"""Plain arguments: whole, finite or one of a few, or an error that names the argument."""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import SupportsIndex
+from collections.abc import Iterable
+from typing import SupportsIndex, TypeVar
+
+Choice = TypeVar("Choice", bound=str)
 
 
 def whole(name: str, value: SupportsIndex) -> int:
@@ -13,6 +16,15 @@ def whole(name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def one_of(name: str, value: object, accepted: Iterable[Choice]) -> Choice:
+    """Return the choice that ``value`` is, or names; ValueError listing them where it is none."""
+    choices = tuple(accepted)
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} is {value!r}; accepted are {', '.join(choices)}")
 
 
 def finite(name: str, value: float) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .checks import one_of
 from .gpu_runtime import GpuRuntime
 from .memory_budget import HostMemoryBudget
 from .numa import numa_node_of, prefer_node
@@ -265,7 +266,8 @@ def allocate_host_buffer(
     OSError
         The kernel refused the mapping, e.g. for lack of reserved huge pages.
     """
-    allocator_type, huge_pages = AllocatorType(allocator_type), HugePages(huge_pages)
+    allocator_type = one_of("allocator_type", allocator_type, AllocatorType)
+    huge_pages = one_of("huge_pages", huge_pages, HugePages)
     if nbytes <= 0:
         raise ValueError(f"nbytes is {nbytes}; a host buffer has at least one byte")
     if threads is not None and threads < 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
 from hicache_kernels import DeviceRows
+
+from ..checks import one_of
 
 
 class BufferForm(StrEnum):
@@ -103,7 +105,7 @@ def component_from_tensors(
     TypeError, ValueError
         Naming the tensor and what is accepted.
     """
-    form = BufferForm(form)
+    form = one_of("form", form, BufferForm)
     tensors = checked_layers(name, tensors)
     first = tensors[0]
     if slots_per_row < 1:
@@ -146,6 +148,8 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
+    if isinstance(tensors, Iterator):
+        raise TypeError(f"{name} is a {type(tensors).__name__}, which can be read once; pass a list or a tuple")
     layers = tuple(tensors)
     if not layers:
         raise ValueError(f"{name} is empty; pass one tensor a layer")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checks import one_of
 from .base import DevicePool
 from .components import BufferForm, checked_layers, component_from_tensors
 
@@ -87,17 +88,18 @@ class MHATokenToKVPool(DevicePool):
         index_translation
             See :class:`DevicePool`.
         """
+        form = None if form is None else one_of("form", form, BufferForm)
         if kv is not None:
             if k is not None or v is not None:
                 raise ValueError("kv is given beside k or v; pass either kv, or both k and v")
             k, v, joint_form = _split_keys_and_values(kv)
-            if form is not None and BufferForm(form) is not joint_form:
-                raise ValueError(f"form is {str(form)!r}; kv of shape {tuple(kv[0].shape)} is {joint_form.value}")
+            if form is not None and form is not joint_form:
+                raise ValueError(f"form is {form.value!r}; kv of shape {tuple(kv[0].shape)} is {joint_form.value}")
             form = joint_form
         elif k is None or v is None:
             raise ValueError(f"{'k' if k is None else 'v'} is None; pass either kv, or both k and v")
         pool = cls.__new__(cls)
-        pool._describe_keys_and_values(k, v, None if form is None else BufferForm(form), page_size, index_translation)
+        pool._describe_keys_and_values(k, v, form, page_size, index_translation)
         return pool
 
     def _describe_keys_and_values(

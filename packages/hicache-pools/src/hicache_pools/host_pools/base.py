@@ -22,7 +22,7 @@ from hicache_kernels import (
     host_strides,
 )
 
-from ..checks import whole
+from ..checks import one_of, whole
 from ..device_pools import DeviceComponent, DevicePool
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
@@ -135,18 +135,9 @@ class HostPool:
         memory_options: HostMemoryOptions | None = None,
         staging_ring: StagingRing | None = None,
     ) -> None:
-        if not isinstance(device_pool, self.device_pool_type):
-            raise TypeError(
-                f"device_pool is a {type(device_pool).__name__}; {type(self).__name__} takes a "
-                f"{self.device_pool_type.__name__}"
-            )
-        if str(device) != "cpu":
-            raise ValueError(f"device is {device!r}; host memory is on 'cpu'")
-        simulated = simulation_is_active()
-        if simulated and device_pool.device.type != "cpu":
-            raise ValueError(f"device_pool is on {device_pool.device}; inside cpu_simulation it must be on the CPU")
-        policy = _one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
-        self.layout = HostLayout(_one_of("layout", layout, self.layouts))
+        self._check_devices(device_pool, device)
+        self._policy = one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
+        self.layout = one_of("layout", layout, self.layouts)
         page_size = device_pool.page_size if page_size is None else whole("page_size", page_size)
         if self.fixed_page_size is not None and page_size != self.fixed_page_size:
             raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
@@ -156,13 +147,13 @@ class HostPool:
         self.packed_draft_device_pools = tuple(unwrap_draft_pool(draft) for draft in self._wrapped_drafts)
         self._components = self._components_with_drafts()
         components = tuple(self._components.values())
+        self.dtype = device_pool.dtype
         self.geometry = pool_geometry(components, self.layout, page_size, components[0].layers)
         if pages is None:
             pages = page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
         pages = whole("pages", pages)
         if pages < 1:
             raise ValueError(f"pages is {pages}; a host pool has at least 1")
-        self.dtype = device_pool.dtype
         self._set_up_slots(pages)
         self._strides = host_strides(
             self.layout,
@@ -183,21 +174,33 @@ class HostPool:
         self._index_rows = IndexRows(
             device_pool, size=self.size, slots_per_row=page_size // self.geometry.rows_per_page
         )
-        self._policy = TransferPolicy(policy)
-        transfer_type = ReferenceTransfer if simulated else PlaneTransfer
         try:
-            self._transfer: PlaneTransfer | None = transfer_type(
-                [
-                    Plane(c.name, c.row_bytes, c.rows, HostRows(self.buffer, s, pages, self.geometry.rows_per_page))
-                    for c, s in zip(components, self._strides, strict=True)
-                ],
-                boundaries=self._host_buffer.boundaries,
-                ring=staging_ring,
-            )
+            self._transfer: PlaneTransfer | None = self._make_transfer(self._host_buffer, staging_ring)
             self._init_write_back_staging_buffers()
         except BaseException:
             self._host_buffer.close()
             raise
+
+    def _check_devices(self, device_pool: DevicePool, device: object) -> None:
+        if not isinstance(device_pool, self.device_pool_type):
+            raise TypeError(
+                f"device_pool is a {type(device_pool).__name__}; {type(self).__name__} takes a "
+                f"{self.device_pool_type.__name__}"
+            )
+        if str(device) != "cpu":
+            raise ValueError(f"device is {device!r}; host memory is on 'cpu'")
+        if simulation_is_active() and device_pool.device.type != "cpu":
+            raise ValueError(f"device_pool is on {device_pool.device}; inside cpu_simulation it must be on the CPU")
+
+    def _make_transfer(self, host_buffer: HostBuffer, staging_ring: StagingRing | None) -> PlaneTransfer:
+        planes = [
+            Plane(
+                c.name, c.row_bytes, c.rows, HostRows(host_buffer.tensor, s, self.page_num, self.geometry.rows_per_page)
+            )
+            for c, s in zip(self._components.values(), self._strides, strict=True)
+        ]
+        transfer_type = ReferenceTransfer if simulation_is_active() else PlaneTransfer
+        return transfer_type(planes, boundaries=host_buffer.boundaries, ring=staging_ring)
 
     def _components_with_drafts(self) -> dict[str, DeviceComponent]:
         drafts = self.packed_draft_device_pools
@@ -366,7 +369,7 @@ class HostPool:
         return self._index_rows.rows(host_indices, device_indices)
 
     def _options(self, io_backend: str) -> _Options:
-        if _one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
+        if one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
             # A quota of no blocks leaves the planner the copy engines alone.
             return {"policy": self._staging.copies_policy, "block_quota": 0}
         return {"policy": self._staging.policy, "block_quota": None}
@@ -462,13 +465,6 @@ class HostPool:
         if name not in names:
             raise ValueError(f"component {name!r} is not in this {type(self).__name__}: {names}")
         return names.index(name)
-
-
-def _one_of(argument: str, value: object, accepted: Sequence[str]) -> str:
-    for choice in accepted:
-        if value == choice:
-            return choice
-    raise ValueError(f"{argument} is {value!r}; accepted are {', '.join(accepted)}")
 
 
 def _checked_layer(layer_id: int, layers: int, whose: str) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from hicache_kernels import Capabilities, HostLayout, TransferResult
 
-from ..checks import whole
+from ..checks import one_of, whole
 from ..device_pools import DevicePool
 from .base import HostPool
 from .geometry import PoolGeometry
@@ -29,7 +29,7 @@ class NullPoolHost(HostPool):
         for name, value in (("pages", pages), ("page_size", page_size)):
             if whole(name, value) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.layout = HostLayout(layout)
+        self.layout = one_of("layout", layout, HostLayout)
         self.geometry = PoolGeometry(self.layout, page_size, page_size, 0, ())
         self._set_up_slots(pages)
         self._components = {}
