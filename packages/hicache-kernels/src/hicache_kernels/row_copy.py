@@ -194,6 +194,12 @@ def stage_pages(
     if block_quota is not None and block_quota < 1:
         raise ValueError(f"block_quota is {block_quota}; the re-layout kernel needs at least one CTA")
     device = _operation_device(source_indices, *_anchors(source), *staging.values())
+    for name, buffer in staging.items():
+        if buffer.device != device:
+            raise ValueError(f"{name} lies on {buffer.device}; staging memory must lie with the rows, on {device}")
+    for name, buffer in destination.items():
+        if buffer.device.type != "cpu":
+            raise ValueError(f"{name} lies on {buffer.device}; a staged destination is CPU memory")
     if not source_indices.numel():
         return
     module = _module("staged", device)

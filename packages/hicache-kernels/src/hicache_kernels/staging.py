@@ -131,6 +131,11 @@ class StagingRing:
         Instead of a budget: pages a buffer holds, whatever their size.
     chunk_bytes
         Largest buffer; smaller ones overlap re-layout and copies better, larger ones need fewer launches.
+
+    Raises
+    ------
+    ValueError
+        For a size below the least, or a device without kernels.
     """
 
     def __init__(
@@ -145,7 +150,11 @@ class StagingRing:
             raise ValueError(f"budget_bytes is {budget_bytes}; it must be at least {4 * ALIGNMENT}")
         if pages is not None and pages < 1:
             raise ValueError(f"pages is {pages}; it must be at least 1, or None for a budget of bytes")
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least 1, or None for the device's default")
         self.device = canonical_device(device)
+        if (self.device.type, Direction.LOAD) not in DEFAULT_CHUNK_BYTES:
+            raise ValueError(f"device is {device}; staging memory lies on cuda (ROCm too) or cpu")
         self.budget_bytes = budget_bytes
         self._lanes = {
             direction: StagingLane(
