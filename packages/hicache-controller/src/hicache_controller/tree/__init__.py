@@ -9,7 +9,8 @@ module                    holds
 ``policies``              when to write to the host, what to evict first, quotas
 ``queue``                 what waits for eviction
 ``structure``             the tree itself: cutting, joining, locking
-``transfers``             writes, backups and evictions
+``eviction``              what leaves a tier, and the room that makes
+``transfers``             writes, loads and backups
 ``loading``               prefetch and load-back
 ``cache``                 what an engine calls
 ``retraction``            requests taken off the device

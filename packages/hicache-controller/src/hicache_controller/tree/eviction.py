@@ -1,0 +1,276 @@
+"""TreeEviction: what leaves the tiers, after it was saved where it has to be, and the room that makes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from .node import Operation, Pages, TreeNode, WindowPart
+from .policies import WritePolicy
+from .queue import EvictionQueue
+from .results import Match
+from .structure import TreeStructure
+
+_order = itertools.count()
+
+
+class TreeEviction(TreeStructure, ABC):
+    """Evicts; what has to be written first, its heir writes."""
+
+    def __init__(self, *arguments: Any, write_policy: WritePolicy, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.write_policy = write_policy
+        self._writes: dict[int, Operation] = {}
+        self._timed: list[tuple[float, int, Match]] = []
+
+    @abstractmethod
+    def _ensure_host(self, node: TreeNode) -> bool:
+        """Give the node and its ancestors host parts; False if the host has no room for one of them."""
+
+    @abstractmethod
+    def _write_window(self, part: WindowPart) -> bool:
+        """Queue a part to be written to the host; False where that has it all, or has no room."""
+
+    @abstractmethod
+    def _wait(self) -> bool:
+        """Wait for one transfer; False if none is in flight."""
+
+    # Eviction of full attention
+
+    def evict_device(self, count: int) -> int:
+        """Free at least ``count`` device pages if the unlocked leaves allow; returns how many were freed.
+
+        Under ``write_back`` the pages that leave are written to the host first. They are free once they have been read:
+        on a GPU the current stream is made to wait for that, and nothing waits for the bytes to arrive on the host.
+        """
+        self.expire()
+        return self._evict_device(self._device_queue, count)
+
+    def evict_host(self, count: int) -> int:
+        """Free at least ``count`` host pages if the unlocked leaves allow; returns how many were freed.
+
+        Host copies of pages that are on the device as well may go like all others.
+        """
+        self.expire()
+        return self._evict_host(self._host_queue, count)
+
+    def _evict_device(self, queue: EvictionQueue[TreeNode], count: int) -> int:
+        freed = 0
+        saving: list[TreeNode] = []
+        while freed < count:
+            node = queue.pop()
+            if node is None:
+                if saving:
+                    freed += self._finish_saving(saving)
+                elif not self._let_device_go() and not self._wait():
+                    break
+                continue
+            self._evicted_value = node.value
+            if node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
+                freed += node.pages
+                self._drop_device(node)
+            elif self._ensure_host(node):
+                # Its new host part must outlast the device part, or saving one node could undo another's.
+                node.host_lock += 1
+                saving.append(node)
+                if freed + sum(n.pages for n in saving) >= count:
+                    freed += self._finish_saving(saving)
+            elif saving:
+                freed += self._finish_saving(saving)
+                self._offer(node, device=True)
+            else:
+                freed += node.pages
+                self._drop_device(node)
+        return freed + self._finish_saving(saving)
+
+    def _let_device_go(self) -> bool:
+        """Let writes under way go on without their device parts; True where there were any that held one.
+
+        Whoever reuses the slots is made to wait for the write to have read them, by the controller.
+        """
+        held = [operation for operation in self._writes.values() if operation.nodes and operation.holds_device]
+        if held:
+            self.controller.start_writing()
+        for operation in held:
+            operation.holds_device = False
+            self._unlock_device(operation.nodes[0])
+        return bool(held)
+
+    def _finish_saving(self, saving: list[TreeNode]) -> int:
+        """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+        if saving:
+            self.controller.start_writing()
+        freed = 0
+        for node in saving:
+            write = node.write
+            if write is not None and write.holds_device and write.nodes[0] is node:
+                # The write goes on without the device part: whoever reuses the slots waits for it to have read them.
+                write.holds_device = False
+                node.device_lock -= 1
+            if node.host is not None and node.device is not None and not (node.device_children or node.device_lock):
+                freed += node.pages
+                self._drop_device(node)
+            else:
+                self._offer(node, device=True)
+            self._unlock_host(node)
+        saving.clear()
+        return freed
+
+    def _evict_host(self, queue: EvictionQueue[TreeNode], count: int) -> int:
+        freed = 0
+        while freed < count:
+            node = queue.pop()
+            if node is None:
+                if not self._wait():
+                    break
+                continue
+            freed += node.pages
+            self._evicted_value = node.value
+            self._drop_host(node)
+        return freed
+
+    def _keep_quota(self, owner: int) -> None:
+        """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
+        books = self._books[owner]
+        if books.device_queue is None or books.host_queue is None:
+            return
+        limit = books.quota.device_pages
+        while limit is not None and books.device_pages > limit:
+            node = books.device_queue.pop()
+            if node is None:
+                break
+            if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
+                node.host_lock += 1
+                self._finish_saving([node])
+            else:
+                self._drop_device(node)
+        limit = books.quota.host_pages
+        while limit is not None and books.host_pages > limit:
+            node = books.host_queue.pop()
+            if node is None:
+                break
+            self._drop_host(node)
+
+    # Eviction of windowed pools
+
+    def evict_window_device(self, name: str, count: int) -> int:
+        """Free device pages of a windowed pool, of prefixes not used for longest; each is saved on the host first."""
+        pool = self.windows[str(name)]
+        self.expire()
+        freed = 0
+        saving: list[WindowPart] = []
+        while freed < count:
+            part = pool.device_queue.pop()
+            if part is None:
+                if saving:
+                    freed += self._finish_saving_windows(saving)
+                elif not self._let_windows_go() and not self._wait():
+                    break
+                continue
+            if self._write_window(part):
+                saving.append(part)
+                if freed + sum(len(each.device) for each in saving if each.device is not None) >= count:
+                    freed += self._finish_saving_windows(saving)
+            else:
+                freed += self._drop_window(part, device=True)
+        return freed + self._finish_saving_windows(saving)
+
+    def _let_windows_go(self) -> bool:
+        """Let writes of windows under way go on without their device parts; True where any held one."""
+        held = [operation for operation in self._writes.values() if operation.device_pin.parts]
+        if held:
+            self.controller.start_writing()
+        for operation in held:
+            self._unpin(operation.device_pin, device=True)
+        return bool(held)
+
+    def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
+        if saving:
+            self.controller.start_writing()
+        freed = 0
+        for part in saving:
+            write = part.write
+            if write is not None and write.device_pin in part.device_pins:
+                part.device_pins.remove(write.device_pin)
+            if part.device is not None and not part.device_pins:
+                freed += self._drop_window(part, device=True)
+            else:
+                self.windows[part.name].offer(part)
+        saving.clear()
+        return freed
+
+    def evict_window_host(self, name: str, count: int) -> int:
+        """Free host pages of a windowed pool, of prefixes not used for longest."""
+        pool = self.windows[str(name)]
+        self.expire()
+        freed = 0
+        while freed < count:
+            part = pool.host_queue.pop()
+            if part is None:
+                if not self._wait():
+                    break
+                continue
+            freed += self._drop_window(part, device=False)
+        return freed
+
+    # Pins with a time to live
+
+    def expire(self) -> int:
+        """Let pins go whose time is over; returns how many."""
+        gone = 0
+        while self._timed and self._timed[0][0] <= self.clock():
+            self._release_pins(heapq.heappop(self._timed)[2])
+            gone += 1
+        return gone
+
+    def _keep_until(self, deadline: float, match: Match) -> None:
+        heapq.heappush(self._timed, (deadline, next(_order), match))
+
+    def _release_pins(self, match: Match) -> None:
+        self._unlock_device(match.device_node)
+        if match.host_pages:
+            self._unlock_host(match.node)
+        self._unpin(match.device_pin, device=True)
+        self._unpin(match.host_pin, device=False)
+
+    # Room
+
+    def _make_device_room(self, count: int) -> bool:
+        missing = count - self.device_allocator.available_pages
+        if missing > 0:
+            self.evict_device(missing)
+        return self.device_allocator.available_pages >= count
+
+    def _alloc_window_device(self, name: str, count: int) -> Pages | None:
+        pool = self.windows[name]
+        pages = pool.alloc_device(count)
+        if pages is None and self.evict_window_device(name, count):
+            pages = pool.alloc_device(count)
+        return pages
+
+    def _make_window_room(self, name: str, count: int) -> bool:
+        """Tell whether a windowed pool had room on the device; a load that follows takes the same."""
+        pages = self._alloc_window_device(name, count)
+        if pages is None:
+            return False
+        self._free_window_pages(name, pages, device=True)
+        return True
+
+    def _alloc_host(self, count: int) -> torch.Tensor | None:
+        """Take host slots for ``count`` pages, or for as many as evicting makes room for; None where there is none."""
+        pool = self.controller.mem_pool_host
+        missing = count - pool.available_size() // self.page_size
+        if missing > 0:
+            self.evict_host(missing)
+        count = min(count, pool.available_size() // self.page_size)
+        return pool.alloc(count * self.page_size) if count else None
+
+    def _alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
+        pool = self.windows[name]
+        if count > pool.free_host_pages():
+            self.evict_window_host(name, count - pool.free_host_pages())
+        return self.controller.host_group.alloc(count * pool.converter.page_size, name)
