@@ -1,4 +1,4 @@
-"""Times `hicache replay TRACE --no-data`, one page a block, as a whole process: seconds, peak memory, hits. Writes JSON.
+"""Times `hicache replay TRACE --no-data`, one page a block, as a whole process: seconds, memory, hits. Writes JSON.
 
 python benchmarks/replay_bookkeeping.py TRACE --output benchmarks/results/replay_bookkeeping.json
 """
