@@ -251,3 +251,27 @@ def test_a_whole_load_reports_each_layer(gpu):
         event.synchronize()
         assert torch.equal(device_pool.k_buffer[layer].flatten(1).view(torch.uint8).cpu(), before["k"][layer])
     pool.destroy()
+
+
+@pytest.mark.parametrize("host_side", ["cpu", "cuda"])
+@pytest.mark.parametrize("device_side", ["cpu", "cuda"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_indices_made_in_inference_mode_move_pages_in_it_and_outside(gpu, host_side, device_side, policy):
+    with torch.inference_mode():
+        device_pool = MHATokenToKVPool(64, 16, torch.bfloat16, 2, 8, 2, gpu)
+        pool = MHATokenToKVPoolHost(device_pool, 1.0, 0, 16, transfer_policy=policy)
+        fill_randomly(device_pool)
+        slots = (torch.randperm(4)[:, None] * 16 + torch.arange(16)).flatten()
+        before = read_slots(device_pool, slots)
+        given = pool.alloc(64).to(host_side), slots.to(device_side)
+        assert given[1].is_inference()
+        wait_for(pool.backup_from_device_all_layer(device_pool, *given).host_ready)
+        fill_randomly(device_pool)
+        for layer in range(2):
+            pool.load_to_device_per_layer(device_pool, *given, layer)
+        assert same(read_slots(device_pool, slots), before)
+    fill_randomly(device_pool)
+    result = pool.load_to_device_all_layer(device_pool, *given)
+    assert same(read_slots(device_pool, slots), before)
+    wait_for(result.host_ready)
+    pool.destroy()

@@ -280,12 +280,12 @@ class _Tree:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read requests of a trace in the Mooncake format: one JSON object a line.
+    """Read what a replay of allocations needs of a trace in the Mooncake format; other fields of a line are ignored.
 
     Parameters
     ----------
     path
-        File whose lines hold ``timestamp`` (ms) and ``hash_ids`` (one id a block).
+        File whose lines are JSON objects with ``timestamp`` (ms) and ``hash_ids`` (one id a block).
     limit
         Most requests to read; None for all.
 
