@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hicache_kernels import calibrate
-from hicache_kernels.planner import CPU, H200
+from hicache_kernels.planner import CPU, H200, DeviceConstants
+from hicache_kernels.plausible import implausible
 
 
 @pytest.fixture
@@ -73,6 +75,51 @@ def test_a_device_that_cannot_be_measured_gets_the_defaults_and_a_warning(
     assert calibrate.device_constants(fake_gpu) is H200
     assert not calibrate.cache_path(fake_gpu).exists()
     assert "out of memory" in caplog.text
+
+
+def busy(constants: DeviceConstants) -> DeviceConstants:
+    slow = tuple((ctas, rate / 20) for ctas, rate in constants.load.direct_rates)
+    return dataclasses.replace(constants, load=dataclasses.replace(constants.load, direct_rates=slow))
+
+
+def test_figures_of_a_busy_device_are_measured_again_and_never_kept(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = [busy(H200), busy(H200)]
+    monkeypatch.setattr(calibrate, "measure", lambda _: found.pop())
+    assert calibrate.device_constants(fake_gpu) is H200
+    assert not found
+    assert not calibrate.cache_path(fake_gpu).exists()
+    assert "direct transfers reach 0.0" in caplog.text
+    # Another process does not try at once; later ones do.
+    calibrate._known.clear()
+    assert calibrate.device_constants(fake_gpu) is H200
+    calibrate._known.clear()
+    monkeypatch.setattr(calibrate, "BUSY_SECONDS", 0.0)
+    measured = dataclasses.replace(H200, source="measured")
+    found = [measured, busy(H200)]
+    assert calibrate.device_constants(fake_gpu) == measured
+    assert calibrate.read_constants(calibrate.cache_path(fake_gpu)) == measured
+
+
+def test_figures_of_a_busy_device_are_not_read_either(tmp_path: Path) -> None:
+    calibrate.write_constants(tmp_path / "constants.json", busy(H200))
+    assert calibrate.read_constants(tmp_path / "constants.json") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"launch_seconds": 1e-3}, "launch_seconds"),
+        ({"relayout_bytes_per_second": 5e10}, "relayout_bytes_per_second"),
+        ({"write_back": dataclasses.replace(H200.write_back, batch_copy_seconds=1e-3)}, "batch_copy_seconds"),
+        ({"load": dataclasses.replace(H200.load, width_efficiency=((512, 0.1), (32768, 0.3)))}, "wide 2-D copies"),
+        ({"load": dataclasses.replace(H200.load, direct_rates=())}, "not positive"),
+    ],
+)
+def test_each_implausible_figure_is_named(change: dict[str, Any], reason: str) -> None:
+    assert implausible(H200) is None
+    assert reason in str(implausible(dataclasses.replace(H200, **change)))
 
 
 def test_the_cpu_has_fixed_constants() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -17,26 +18,32 @@ from typing import Any
 
 import torch
 
-from .build import cache_directory
+from .build import build_lock, cache_directory
 from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
 from .planner import CPU, H200, DeviceConstants, DirectionConstants
+from .plausible import implausible
 from .staging import Direction, StagingRing, canonical_device
 from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 BUFFER_BYTES = 64 << 20
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PAGE_BYTES = 32 << 10
-ROW_BYTES = 1024
+ROW_BYTES = 512
 LAYERS = 32
 MEASURED_LAYERS = 8
 CTAS = (1, 2, 4, 8, 16)
 LAUNCHES = 16
 REPEATS = 5
 SPIN_CYCLES = 2_000_000
+MOST_SPREAD = 1.2
+"""Slowest over fastest of some equal copies: where they differ more, somebody else uses the device."""
+ATTEMPTS = 2
+BUSY_SECONDS = 60.0
+"""For so long after measuring failed, other processes go by the defaults without an attempt of their own."""
 
 _known: dict[torch.device, DeviceConstants] = {}
 _lock = threading.Lock()
@@ -68,15 +75,40 @@ def device_constants(device: torch.device | str) -> DeviceConstants:
         if constants is None:
             if torch.cuda.is_current_stream_capturing():
                 return H200
+            constants = _measure_alone(device, path)
+        _known[device] = constants
+        return constants
+
+
+def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
+    """Measure while no other process does; the defaults where that fails, or failed a moment ago."""
+    failed = path.with_suffix(".failed")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(build_lock(path.with_suffix(".lock")))
+        constants = read_constants(path)
+        if constants is not None:
+            return constants
+        with contextlib.suppress(OSError):
+            if 0 <= time.time() - failed.stat().st_mtime < BUSY_SECONDS:
+                logger.info("calibrating %s failed a moment ago, so the planner goes by defaults", device)
+                return H200
+        reason = ""
+        for _ in range(ATTEMPTS):
             try:
                 constants = measure(device)
             except (RuntimeError, ValueError) as error:
-                logger.warning("calibrating %s failed, so the planner goes by defaults: %s", device, error)
-                constants = H200
-            else:
+                reason = str(error)
+                continue
+            reason = implausible(constants) or ""
+            if not reason:
                 write_constants(path, constants)
-        _known[device] = constants
-        return constants
+                return constants
+        logger.warning("calibrating %s failed, so the planner goes by defaults: %s", device, reason)
+        with contextlib.suppress(OSError):
+            failed.parent.mkdir(parents=True, exist_ok=True)
+            failed.write_text(reason)
+        return H200
 
 
 # ---- on disk
@@ -122,12 +154,7 @@ def read_constants(path: Path) -> DeviceConstants | None:
     """Constants kept in a file; None where it is missing, damaged or makes no sense."""
     try:
         constants = constants_from_fields(json.loads(path.read_text()))
-        numbers = [constants.launch_seconds, constants.relayout_bytes_per_second]
-        for direction in (constants.write_back, constants.load):
-            numbers += [value for value in dataclasses.astuple(direction) if not isinstance(value, tuple)]
-            for table in (direction.width_efficiency, direction.direct_rates):
-                numbers += [value for _, value in table] or [0.0]
-        return constants if all(number > 0 for number in numbers) else None
+        return constants if implausible(constants) is None else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -156,12 +183,13 @@ def measure(device: torch.device | str) -> DeviceConstants:
     Raises
     ------
     RuntimeError
-        Where a path cannot be measured: no compiled modules, or no memory.
+        Where a path cannot be measured (no compiled modules, no memory), or others use the device.
     """
     device = canonical_device(device)
     start = time.perf_counter()
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         probe = _Probe(device)
+        before = probe.copy_seconds()
         constants = DeviceConstants(
             source=f"measured on {torch.cuda.get_device_name(device)}",
             write_back=probe.direction(Direction.WRITE_BACK),
@@ -169,6 +197,9 @@ def measure(device: torch.device | str) -> DeviceConstants:
             launch_seconds=probe.launch_seconds(),
             relayout_bytes_per_second=probe.relayout_bytes_per_second(),
         )
+        after = probe.copy_seconds()
+    if max(before, after) > MOST_SPREAD * min(before, after):
+        raise RuntimeError(f"equal copies took {before * 1e3:.3f} ms and {after * 1e3:.3f} ms: others use {device}")
     logger.info("calibrated %s in %.2f s: %s", device, time.perf_counter() - start, constants)
     return constants
 
@@ -203,10 +234,12 @@ class _Probe:
         plane = Plane("calibration", row_bytes, rows, HostRows(self._host, strides, pages, 1))
         return PlaneTransfer([plane], ring=self._ring, constants=H200)
 
-    def _time(self, call: Callable[[], TransferResult | None], *, until_released: bool = False) -> _Timing:
+    def _time(
+        self, call: Callable[[], TransferResult | None], *, until_released: bool = False, repeats: int = REPEATS
+    ) -> _Timing:
         """Median device time of what a call queues, to the end of its copies or of its row kernels."""
         found = []
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats + 1):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self._device)
             torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
@@ -258,6 +291,24 @@ class _Probe:
             return self._time(load)
 
         return _difference(timing(pages[keep(pages)]), timing(pages[:1]))
+
+    def _copy_to_host(self) -> None:
+        self._host.copy_(self._rows, non_blocking=True)
+
+    def copy_seconds(self) -> float:
+        """Time of one plain copy to the host.
+
+        Raises
+        ------
+        RuntimeError
+            Where equal copies take different times.
+        """
+        found = [self._time(self._copy_to_host, repeats=1).seconds for _ in range(REPEATS)]
+        if max(found) > MOST_SPREAD * min(found):
+            raise RuntimeError(
+                f"equal copies took {min(found) * 1e3:.3f} to {max(found) * 1e3:.3f} ms: others use {self._device}"
+            )
+        return median(found)
 
     def direction(self, direction: Direction) -> DirectionConstants:
         """Measure one direction."""
