@@ -103,14 +103,9 @@ class TreeEviction(TreeStructure, ABC):
     def _finish_saving(self, saving: list[TreeNode]) -> int:
         """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
         if saving:
-            self.controller.start_writing()
+            self._let_device_go()
         freed = 0
         for node in saving:
-            write = node.write
-            if write is not None and write.holds_device and write.nodes[0] is node:
-                # The write goes on without the device part: whoever reuses the slots waits for it to have read them.
-                write.holds_device = False
-                node.device_lock -= 1
             if node.host is not None and node.device is not None and not (node.device_children or node.device_lock):
                 freed += node.pages
                 self._drop_device(node)
@@ -190,12 +185,9 @@ class TreeEviction(TreeStructure, ABC):
 
     def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
         if saving:
-            self.controller.start_writing()
+            self._let_windows_go()
         freed = 0
         for part in saving:
-            write = part.write
-            if write is not None and write.device_pin in part.device_pins:
-                part.device_pins.remove(write.device_pin)
             if part.device is not None and not part.device_pins:
                 freed += self._drop_window(part, device=True)
             else:
