@@ -1,0 +1,138 @@
+"""Indices as engines hand them over: inference tensors, memory shared with NumPy, extreme values, several threads."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from hicache_kernels import PlaneTransfer
+from hicache_kernels.staging import StagingRing
+
+PATHS = ("staged", "direct")
+EXTREMES = (2**63 - 8, -(2**63), 2**62, 2**32, 2**31, -(2**31), -8)
+
+
+def now() -> None:
+    """The compiled CPU modules are done when they return."""
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_transfers_work_in_inference_mode(pools, compiled, policy):
+    pool = pools.random_pool("page_first_direct", (64, 32))
+    with torch.inference_mode():
+        transfer = PlaneTransfer(pool.planes)
+        host, device = pool.slots([3, 1]), pool.slots([0, 2])
+        pool.check_write_back(host, device, transfer.write_back, now, policy=policy)
+        for layer in range(3):
+            pool.check_load(host, device, transfer.load, now, layer=layer, policy=policy)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("which", ["host", "device"])
+def test_indices_written_to_through_numpy_are_read_anew(pools, compiled, policy, which):
+    pool = pools.random_pool("page_first")
+    transfer = PlaneTransfer(pool.planes, policy=policy)
+    indices = {"host": pool.slots([1, 2]), "device": pool.slots([3, 4])}
+    transfer.load(*indices.values(), layer=0)
+    indices[which].numpy()[:] = pool.slots([6, 0]).numpy()
+    pool.check_load(*indices.values(), transfer.load, now, layer=1)
+    indices[which].numpy()[-1] += 10**6
+    before = [tensor.clone() for tensor in pool.rows]
+    with pytest.raises((IndexError, ValueError), match=f"{which}_indices"):
+        transfer.load(*indices.values(), layer=2)
+    assert all(torch.equal(a, b) for a, b in zip(pool.rows, before, strict=True))
+
+
+@pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("first", EXTREMES)
+def test_the_ends_of_the_integers_are_out_of_range(pools, compiled, policy, page_size, first):
+    pool = pools.random_pool("page_first", layers=1, page_size=page_size)
+    good, bad = pool.slots([2]), torch.arange(page_size) + first + (7 if page_size == 1 and first > 0 else 0)
+    transfer = PlaneTransfer(pool.planes, policy=policy)
+    before = [tensor.clone() for tensor in (*pool.rows, *pool.host)]
+    for call in (transfer.write_back, transfer.load):
+        with pytest.raises(IndexError, match=r"host_indices contains slot .* slots go from 0 to"):
+            call(bad, good)
+        with pytest.raises(IndexError, match=r"device_indices contains slot .* slots go from 0 to"):
+            call(good, bad)
+    assert all(torch.equal(a, b) for a, b in zip((*pool.rows, *pool.host), before, strict=True))
+
+
+@pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)])
+def test_the_two_sides_may_have_different_dtypes(pools, compiled, policy, dtypes):
+    pool = pools.random_pool("layer_first")
+    transfer = PlaneTransfer(pool.planes)
+    host, device = pool.slots([7, 0, 1], dtypes[0]), pool.slots([8, 3, 1], dtypes[1])
+    pool.check_write_back(host, device, transfer.write_back, now, policy=policy)
+    pool.check_load(host, device, transfer.load, now, policy=policy)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_indices_at_odd_places_of_a_larger_tensor_are_read_from_their_start(pools, compiled, policy):
+    pool = pools.random_pool("page_first")
+    transfer = PlaneTransfer(pool.planes)
+    for dtype in (torch.int64, torch.int32):
+        host = torch.cat([torch.tensor([10**6], dtype=dtype), pool.slots([7, 0, 1], dtype)])[1:]
+        device = torch.cat([torch.tensor([-3, -4, -5], dtype=dtype), pool.slots([8, 3, 1], dtype)])[3:]
+        pool.check_write_back(host, device, transfer.write_back, now, policy=policy)
+        pool.check_load(host, device, transfer.load, now, policy=policy)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_a_page_half_present_or_out_of_step_is_refused(pools, compiled, policy):
+    pool = pools.random_pool("page_first")
+    transfer = PlaneTransfer(pool.planes, policy=policy)
+    good = pool.slots([1, 5])
+    for damage in (
+        [1, 0, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 4, 4, 5, 6, 7],
+        [2, 3, 4, 5, 8, 9, 10, 11],
+        [0, 0, 0, 0, 1, 1, 1, 1],
+    ):
+        for call in (transfer.write_back, transfer.load):
+            with pytest.raises(ValueError, match=r"host_indices\[\d+:\d+\] .* is not one page"):
+                call(torch.tensor(damage), good)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_threads_share_one_transfer_without_mixing_indices(pools, compiled, policy):
+    pool = pools.random_pool("page_first_direct", (64, 16), pages=64)
+    transfer = PlaneTransfer(pool.planes, ring=StagingRing("cpu", pages=3), policy=policy)
+    shares = torch.randperm(64).view(4, 16)
+    content = [tensor.clone() for tensor in pool.rows]
+    failures = []
+
+    def work(share):
+        slots = pool.slots(share)
+        for _ in range(30):
+            order = torch.randperm(16)
+            host, device = pool.slots(share[order]), pool.slots(share[torch.randperm(16)])
+            transfer.write_back(host, device)
+            for tensor in pool.rows:
+                tensor[slots] = 0
+            for layer in range(transfer.layers):
+                transfer.load(host, device, layer=layer)
+            if not all(torch.equal(a[slots], b[slots]) for a, b in zip(pool.rows, content, strict=True)):
+                failures.append(share)
+
+    threads = [threading.Thread(target=work, args=(share,)) for share in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_an_operation_outlives_its_callers_tensors(pools, compiled):
+    pool = pools.random_pool("page_first")
+    transfer = PlaneTransfer(pool.planes)
+    for _ in range(200):
+        count = random.randint(1, 8)
+        host, device = pool.slots(torch.randperm(8)[:count]), pool.slots(torch.randperm(9)[:count])
+        transfer.load(host, device, layer=0, policy=random.choice(PATHS))
+        del host, device
+    host, device = pool.slots([1, 2, 6]), pool.slots([8, 0, 1])
+    pool.check_load(host, device, transfer.load, now, layer=1)
