@@ -14,7 +14,6 @@ class StorageBackendFactory:
     _paths: dict[str, str] = {
         "file": "hicache_controller.storage.file:FileStorage",
         "memory": "hicache_controller.storage.memory:MemoryStorage",
-        "mooncake": "hicache_controller.storage.mooncake:MooncakeStorage",
     }
 
     @classmethod

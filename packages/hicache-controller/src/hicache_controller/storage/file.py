@@ -329,6 +329,8 @@ class FileStorage(HiCacheStorage):
                 _removed(result)
                 continue
             try:
+                # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
+                os.utime(result, ns=(job.tick, job.tick), follow_symlinks=False)
                 os.rename(result, self._directory.page_path(job.page, part))
             except OSError as error:
                 failure = failure or error

@@ -30,7 +30,7 @@ class MemoryStorage(HiCacheStorage):
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
         self._index = PageIndex()
-        self._bytes: dict[tuple[str, bytes], bytes] = {}
+        self._bytes: dict[str, dict[bytes, bytes]] = {}
         self._counts: Counter[str] = Counter()
         self._tick = 0
 
@@ -57,12 +57,14 @@ class MemoryStorage(HiCacheStorage):
         with self._lock:
             self._index.check_integrity()
             known = {(part, entry.key) for entry in self._index for part, _ in entry.parts}
-            if known != set(self._bytes):
-                raise RuntimeError(f"index and pages differ in {known ^ set(self._bytes)}")
+            held = {(part, key) for part, pages in self._bytes.items() for key in pages}
+            if known != held:
+                raise RuntimeError(f"index and pages differ in {known ^ held}")
 
     def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
         with self._lock:
-            present = [(pool.name, key) in self._bytes for key in keys]
+            held = self._bytes.get(pool.name, {})
+            present = [key in held for key in keys]
             for key, tick in zip(keys, self._ticks(len(keys)), strict=True):
                 self._index.touch(key, tick)
         return present
@@ -70,8 +72,9 @@ class MemoryStorage(HiCacheStorage):
     def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
         loaded = []
         with self._lock:
+            held = self._bytes.get(pool.name, {})
             for key, page, tick in zip(keys, pages, self._ticks(len(keys)), strict=True):
-                found = self._bytes.get((pool.name, key))
+                found = held.get(key)
                 loaded.append(found is not None)
                 if found is not None:
                     self._index.touch(key, tick)
@@ -90,8 +93,8 @@ class MemoryStorage(HiCacheStorage):
             return [self._store_one(pool, *job) for job in jobs]
 
     def _store_one(self, pool: RegisteredPool, key: bytes, page: int, parent: bytes | None, tick: int) -> bool:
-        name = (pool.name, key)
-        if name in self._bytes:
+        held = self._bytes.setdefault(pool.name, {})
+        if key in held:
             self._index.touch(key, tick)
             self._counts["present"] += 1
             return True
@@ -102,7 +105,7 @@ class MemoryStorage(HiCacheStorage):
             self._counts["no_room"] += 1
             return False
         data = b"".join(pool.pool.page_memory(page)) if pool.page_bytes else b""
-        self._bytes[name] = data
+        held[key] = data
         self._index.add(key, pool.name, pool.page_bytes, parent, tick)
         self._counts["stored"] += 1
         self._counts["bytes_written"] += pool.page_bytes
@@ -122,7 +125,7 @@ class MemoryStorage(HiCacheStorage):
             if entry is None:
                 return False
             for part, _ in entry.parts:
-                del self._bytes[part, entry.key]
+                del self._bytes[part][entry.key]
             self._index.remove(entry.key)
             self._counts["evicted"] += 1
         return True

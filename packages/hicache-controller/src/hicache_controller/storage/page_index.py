@@ -41,6 +41,7 @@ class PageIndex:
         self._children: dict[bytes, int] = {}
         self._leaves: list[tuple[int, int, PageEntry]] = []
         self._pushes = 0
+        self._same_parts: dict[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = {}
         self.total_bytes = 0
 
     def __len__(self) -> int:
@@ -60,6 +61,9 @@ class PageIndex:
         """Add a part of a page; the first to come fixes the page's parent. A part that is there gets the new size."""
         entry = self._entries.get(key)
         if entry is None:
+            before_it = None if parent is None else self._entries.get(parent)
+            if before_it is not None:
+                parent = before_it.key  # one object for both
             entry = self._entries[key] = PageEntry(key, parent, tick)
             if parent is not None:
                 self._children[parent] = self._children.get(parent, 0) + 1
@@ -69,10 +73,10 @@ class PageIndex:
             entry.tick = tick
         before = entry.part_bytes(part)
         if before is None:
-            entry.parts += ((part, size),)
+            entry.parts = self._shared((*entry.parts, (part, size)))
             self.total_bytes += size
         elif before != size:
-            entry.parts = tuple((n, size if n == part else s) for n, s in entry.parts)
+            entry.parts = self._shared(tuple((n, size if n == part else s) for n, s in entry.parts))
             self.total_bytes += size - before
 
     def touch(self, key: bytes, tick: int) -> None:
@@ -87,7 +91,7 @@ class PageIndex:
         size = None if entry is None else entry.part_bytes(part)
         if entry is None or size is None:
             return
-        entry.parts = tuple(p for p in entry.parts if p[0] != part)
+        entry.parts = self._shared(tuple(p for p in entry.parts if p[0] != part))
         self.total_bytes -= size
         if not entry.parts:
             self.remove(key)
@@ -152,6 +156,10 @@ class PageIndex:
         missing = [k for k, e in self._entries.items() if k not in children and id(e) not in set(queued)]
         if missing:
             raise RuntimeError(f"{len(missing)} pages without children are not queued for eviction")
+
+    def _shared(self, parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        """Return one object for all pages that have the same parts."""
+        return self._same_parts.setdefault(parts, parts)
 
     def _queue(self, entry: PageEntry) -> None:
         if entry.queued:
