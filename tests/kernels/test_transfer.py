@@ -370,3 +370,40 @@ def test_planes_of_different_pools_are_refused(pools):
     one, other = (pools.random_pool("page_first", (16,), pages=pages).planes[0] for pages in (4, 5))
     with pytest.raises(ValueError, match="component0: device slots is 24"):
         PlaneTransfer([one, other])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "fast"}, "policy is 'fast'; it must be one of auto, staged, direct, reference"),
+        ({"boundaries": [8, 1.5]}, r"boundaries\[1\] is 1.5; it must be a byte offset from 0 to"),
+        ({"boundaries": [-1]}, r"boundaries\[0\] is -1"),
+        ({"boundaries": [1 << 60]}, r"boundaries\[0\] is 1152921504606846976"),
+    ],
+)
+def test_what_a_transfer_cannot_be_made_of_is_named(pools, options, message):
+    pool = pools.random_pool("page_first", (64,))
+    with pytest.raises(ValueError, match=message):
+        PlaneTransfer(pool.planes, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "fast"}, ValueError, "policy is 'fast'"),
+        ({"block_quota": 1.5}, ValueError, "block_quota is 1.5"),
+        ({"layer": "1"}, TypeError, "layer is '1'; it must be an int"),
+    ],
+)
+def test_options_of_a_load_that_make_no_sense_are_named(pools, options, error, message):
+    pool = pools.random_pool("page_first", (64,))
+    with pytest.raises(error, match=message):
+        PlaneTransfer(pool.planes).load(pool.slots([0]), pool.slots([0]), **options)
+
+
+def test_a_ring_of_another_device_is_refused(pools):
+    pool = pools.random_pool("page_first", (64,))
+    ring = StagingRing("cpu")
+    ring.device = torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="ring lies on cuda:1; it must lie on cpu"):
+        PlaneTransfer(pool.planes, ring=ring)

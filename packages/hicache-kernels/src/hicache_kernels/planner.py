@@ -400,7 +400,7 @@ def plan_load(
 
 
 def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
-    if block_quota is not None and block_quota < 0:
+    if block_quota is not None and (not isinstance(block_quota, int) or block_quota < 0):
         raise ValueError(
             f"block_quota is {block_quota}; it must be None, 0 (no SM-driven transfer) or a number of CTAs"
         )

@@ -21,6 +21,20 @@ class TransferPolicy(StrEnum):
     """Plain torch."""
 
 
+def transfer_policy(policy: TransferPolicy | str) -> TransferPolicy:
+    """Policy of a name.
+
+    Raises
+    ------
+    ValueError
+        Where there is none of that name.
+    """
+    try:
+        return TransferPolicy(policy)
+    except ValueError:
+        raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(TransferPolicy)}") from None
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a pool's transfers can do, and why not more.

@@ -16,7 +16,7 @@ from .layout import HostLayout, HostStrides
 from .movers import DirectMover, StagedMover
 from .plane import Plane, check_planes
 from .probe import load_module, unavailable_reason
-from .results import Capabilities, TransferPolicy, TransferResult
+from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
 
@@ -40,6 +40,12 @@ def _layout(strides: HostStrides, page_size: int) -> HostLayout:
     if page_size > 1 and strides.slot >= strides.layer:
         return HostLayout.PAGE_FIRST
     return HostLayout.PAGE_FIRST_DIRECT
+
+
+def _check_boundaries(boundaries: Sequence[int], size: int) -> None:
+    for index, offset in enumerate(boundaries):
+        if not isinstance(offset, int) or not 0 <= offset <= size:
+            raise ValueError(f"boundaries[{index}] is {offset!r}; it must be a byte offset from 0 to {size}")
 
 
 def _handles(events: Sequence[torch.cuda.Event]) -> torch.Tensor:
@@ -90,10 +96,13 @@ class PlaneTransfer:
     ) -> None:
         self.planes = tuple(planes)
         check_planes(self.planes)
-        self.policy = TransferPolicy(policy)
+        self.policy = transfer_policy(policy)
         self.boundaries = tuple(boundaries)
         first = self.planes[0]
         self.device = canonical_device(first.device.device)
+        if ring is not None and ring.device != self.device:
+            raise ValueError(f"ring lies on {ring.device}; it must lie on {self.device}, as the rows do")
+        _check_boundaries(self.boundaries, max(plane.host.buffer.numel() for plane in self.planes))
         self.layers = first.device.layers
         self.page_size = first.host.page_size
         self.page_bytes = sum(plane.element_bytes for plane in self.planes) * self.layers * self.page_size
@@ -223,7 +232,7 @@ class PlaneTransfer:
             len(self.planes),
             self._smallest_row,
         )
-        chosen = str(self.policy if policy is None else TransferPolicy(policy))
+        chosen = str(self.policy if policy is None else transfer_policy(policy))
         if direction is Direction.WRITE_BACK:
             return planner.plan_write_back(
                 work,
@@ -339,6 +348,8 @@ class PlaneTransfer:
         hicache_kernels.planner.PathUnavailableError
             Where the policy demands a path that is missing.
         """
+        if layer is not None and not isinstance(layer, int):
+            raise TypeError(f"layer is {layer!r}; it must be an int from 0 to {self.layers - 1}, or None for all")
         if layer is not None and not 0 <= layer < self.layers:
             raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")
         with self._on_device():
@@ -432,7 +443,7 @@ class PlaneTransfer:
         block_quota: int | None,
         layer_by_layer: bool,
     ) -> planner.Plan:
-        if indices.pages is None and TransferPolicy(policy or self.policy) is TransferPolicy.AUTO:
+        if indices.pages is None and transfer_policy(policy or self.policy) is TransferPolicy.AUTO:
             policy = TransferPolicy.DIRECT
         return self._plan(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
 
