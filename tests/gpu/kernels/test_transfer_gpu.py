@@ -118,6 +118,49 @@ def test_direct_moves_any_multiple_of_4_bytes(pools, gpu, row_bytes, dtype):
     pool.check_load(host, device.to(gpu), transfer.load, wait)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_bytes", [256, 576, 1152, 2048, 16384])
+def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
+    monkeypatch.setattr(movers, "BULK_LOAD_ROW_BYTES", 256)
+    monkeypatch.setattr(movers, "BULK_WRITE_BACK_ROW_BYTES", 256)
+    form, dtype = random.choice(["slot_major", "block_major"]), random.choice([torch.int32, torch.int64])
+    pool = pools.random_pool(layout, (row_bytes, row_bytes), layers=4, pages=75, page_size=2, form=form, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy="direct")
+    for count in (1, 73):
+        host, device = pool.slots(torch.randperm(75)[:count], dtype), pool.slots(torch.randperm(76)[:count], dtype)
+        pool.check_write_back(host, device, transfer.write_back, wait)
+        pool.check_load(host, device, transfer.load, wait, block_quota=random.randint(1, 9))
+        pool.check_load(host, device, transfer.load, wait, layer_events=True, block_quota=random.randint(1, 9))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("elements", [(16,), (20,), (128, 128), (512, 64), (2048, 2048)])
+def test_one_kernel_loads_all_layers_with_an_event_behind_each(pools, gpu, elements):
+    pool = pools.random_pool(random.choice(LAYOUTS), elements, layers=7, pages=75, page_size=2, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy="direct")
+    for count in (1, 73):
+        host, device = pool.slots(torch.randperm(75)[:count]), pool.slots(torch.randperm(76)[:count])
+        pool.check_load(host, device, transfer.load, wait, layer_events=True, block_quota=random.randint(1, 9))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("most", [2, 8])
+def test_copies_of_several_layers_fill_every_row(pools, gpu, layout, most):
+    pool = pools.random_pool(layout, (64, 128), layers=13, pages=40, page_size=2, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy="staged", ring=StagingRing(gpu, pages=16))
+    host, device = pools.random_pages(40, 37, runs=True), pool.slots(torch.randperm(41)[:37])
+    mover, _ = transfer._staged
+
+    def load(_host, slots, *, layer):
+        assert layer is None
+        stream = torch.cuda.current_stream()
+        mover.load(host, slots.to(gpu), stream, first_layer=0, end_layer=13, layers_each=most)
+
+    pool.check_load(pool.slots(host), device, load, wait)
+
+
 @pytest.mark.parametrize("policy", PATHS)
 def test_large_operation_with_the_shared_ring(pools, gpu, policy):
     pool = pools.random_pool("page_first_direct", (1024, 1024), layers=24, pages=120, page_size=16, device=gpu)

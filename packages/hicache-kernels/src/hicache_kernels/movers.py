@@ -20,6 +20,12 @@ DIRECT_THREADS = 1024
 DIRECT_LOAD_THREADS = 2560
 """Threads of a kernel that loads one layer, all CTAs together: at 64 bytes each, just over what the bus has under way
 in 2 us. More would only queue up, and then drain with the bus half idle at the end of the layer."""
+BULK_SHARED_BYTES = 96 << 10
+"""Shared memory of a CTA that moves rows as bulk copies (sm_90 and later)."""
+BULK_LOAD_ROW_BYTES = 1 << 30
+"""Rows from which a direct load goes by bulk copies."""
+BULK_WRITE_BACK_ROW_BYTES = 1 << 30
+"""Rows from which a direct write-back goes by bulk copies."""
 STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -60,6 +66,7 @@ class DirectMover:
     def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
         self._move = module["move_rows"]
         self._move_layers = module["move_layers"]
+        self._row_bytes = min(plane.row_bytes for plane in planes)
         self._tables = build_tables(planes, host_sides(planes), layered=True)
         self._described: dict[tuple[bool, int | None], tvm_ffi.Tensor] = {}
 
@@ -83,7 +90,7 @@ class DirectMover:
         if to_device and layer is not None:
             threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
         groups = self._groups(to_device, layer)
-        self._move(groups, source_indices, destination_indices, blocks, threads, stream)
+        self._move(groups, source_indices, destination_indices, blocks, threads, self._bulk(to_device), stream)
 
     def load_layers(
         self,
@@ -121,9 +128,22 @@ class DirectMover:
         """
         groups = self._groups(True, first_layer)
         queued: int = self._move_layers(
-            groups, host_slots, device_slots, done, events, blocks, DIRECT_THREADS, stream, side_stream
+            groups,
+            host_slots,
+            device_slots,
+            done,
+            events,
+            blocks,
+            DIRECT_THREADS,
+            self._bulk(True),
+            stream,
+            side_stream,
         )
         return queued == 1
+
+    def _bulk(self, to_device: bool) -> int:
+        long_enough = self._row_bytes >= (BULK_LOAD_ROW_BYTES if to_device else BULK_WRITE_BACK_ROW_BYTES)
+        return BULK_SHARED_BYTES if long_enough else 0
 
     def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
         key = (to_device, layer)

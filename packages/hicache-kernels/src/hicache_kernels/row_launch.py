@@ -92,7 +92,7 @@ def move_rows(
     indices = _same_width(source_indices, destination_indices, device)
     blocks = block_quota or default_blocks(destination, source)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    module.move_rows(torch.tensor(fields, dtype=torch.int64), *indices, blocks, THREADS, stream)
+    module.move_rows(torch.tensor(fields, dtype=torch.int64), *indices, blocks, THREADS, 0, stream)
 
 
 def _same_width(

@@ -4,6 +4,8 @@
 #include <hicache/indices.h>
 #include <hicache/rows.h>
 
+#include "bulk_rows.h"
+
 namespace hicache {
 
 inline void check_indices(const tvm::ffi::TensorView& source_indices, const tvm::ffi::TensorView& destination_indices,
@@ -30,16 +32,21 @@ inline void check_grid(int64_t blocks, int64_t threads) {
 }
 
 // groups: int64 [groups, kGroupFields] in CPU memory. Index tensors: int32 or int64 [slots], both of one width, where the
-// kernels can read them. blocks, threads: shape of the grid. stream: handle of the stream to queue on.
+// kernels can read them. blocks, threads: shape of the grid. bulk: shared memory of a CTA for bulk copies, taken where
+// rows and device allow them; 0 for none. stream: handle of the stream to queue on.
 inline void move_rows_entry(tvm::ffi::TensorView groups, tvm::ffi::TensorView source_indices,
-                            tvm::ffi::TensorView destination_indices, [[maybe_unused]] int64_t blocks,
-                            [[maybe_unused]] int64_t threads, [[maybe_unused]] int64_t stream) {
+                            tvm::ffi::TensorView destination_indices, int64_t blocks, int64_t threads,
+                            [[maybe_unused]] int64_t bulk, [[maybe_unused]] int64_t stream) {
   Symbol slots{"slots"};
   check_indices(source_indices, destination_indices, slots);
   check_grid(blocks, threads);
   const std::vector<Group> list = read_groups(groups, "groups");
   if (slots.value == 0) return;
 #if defined(HICACHE_GPU)
+  if (move_in_bulk(list, slots.value, Indices(source_indices), Indices(destination_indices), 1, nullptr,
+                   static_cast<int>(blocks), bulk, reinterpret_cast<gpuStream_t>(stream)) > 0) {
+    return;
+  }
   move_rows(list, slots.value, Indices(source_indices), Indices(destination_indices), static_cast<int>(blocks),
             static_cast<int>(threads), reinterpret_cast<gpuStream_t>(stream));
 #else
@@ -55,7 +62,8 @@ inline void move_rows_entry(tvm::ffi::TensorView groups, tvm::ffi::TensorView so
 inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, tvm::ffi::TensorView source_indices,
                                  tvm::ffi::TensorView destination_indices, tvm::ffi::TensorView done,
                                  tvm::ffi::TensorView events, int64_t blocks, int64_t threads,
-                                 [[maybe_unused]] int64_t stream, [[maybe_unused]] int64_t side_stream) {
+                                 [[maybe_unused]] int64_t bulk, [[maybe_unused]] int64_t stream,
+                                 [[maybe_unused]] int64_t side_stream) {
   Symbol slots{"slots"}, layers{"layers"};
   check_indices(source_indices, destination_indices, slots);
   check_grid(blocks, threads);
@@ -65,9 +73,14 @@ inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, t
   const std::vector<Group> list = read_groups(groups, "groups");
   if (slots.value == 0 || layers.value == 0 || !gpuCanWaitForValues()) return 0;
   uint32_t* counts = reinterpret_cast<uint32_t*>(static_cast<char*>(done.data_ptr()) + done.byte_offset());
-  const uint32_t all =
-      move_layers(list, slots.value, Indices(source_indices), Indices(destination_indices), layers.value, counts,
-                  static_cast<int>(blocks), static_cast<int>(threads), reinterpret_cast<gpuStream_t>(stream));
+  const Indices source(source_indices), destination(destination_indices);
+  const gpuStream_t queue = reinterpret_cast<gpuStream_t>(stream);
+  uint32_t all =
+      move_in_bulk(list, slots.value, source, destination, layers.value, counts, static_cast<int>(blocks), bulk, queue);
+  if (all == 0) {
+    all = move_layers(list, slots.value, source, destination, layers.value, counts, static_cast<int>(blocks),
+                      static_cast<int>(threads), queue);
+  }
   if (all == 0) return 0;
   const gpuStream_t side = reinterpret_cast<gpuStream_t>(side_stream);
   for (int64_t layer = 0; layer < layers.value; ++layer) {

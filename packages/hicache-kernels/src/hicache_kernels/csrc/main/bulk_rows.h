@@ -1,0 +1,191 @@
+// Rows moved by the SM's bulk-copy engine (sm_90 and later): one warp a CTA names rows, which pass through shared memory
+// without touching a register. For rows of some hundred bytes and more.
+#pragma once
+
+#include <hicache/rows.h>
+
+namespace hicache {
+
+#if defined(HICACHE_CUDA)
+
+constexpr int kBulkLanes = 32;
+constexpr int kMaxStages = 32;
+constexpr int64_t kLeastBulkRow = 256;
+constexpr int64_t kMostBulkRow = 16 << 10;
+constexpr int64_t kMostStageBytes = 32 << 10;
+
+struct BulkLaunch {
+  DeviceGroup group;
+  uint32_t row_bytes;
+  uint32_t lanes;   // rows of a stage
+  uint32_t stages;  // of shared memory, at least 3
+  uint32_t layers;
+  uint32_t* done;  // per layer, the CTAs that have finished it; null where nobody asks
+  const void* source_indices;
+  const void* destination_indices;
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity) {
+  uint32_t over = 0;
+  while (over == 0) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// Batches of `lanes` rows go round through the stages: while one is written out, the others are being read.
+template <typename Index>
+__device__ __forceinline__ void bulk_rows(const BulkLaunch& launch) {
+  extern __shared__ __align__(128) unsigned char stage_memory[];
+  __shared__ __align__(8) uint64_t full[kMaxStages];
+  __shared__ uint64_t targets[kMaxStages][kBulkLanes];
+  const DeviceGroup& group = launch.group;
+  const uint32_t lane = threadIdx.x;
+  const uint32_t batches = (group.units + launch.lanes - 1) / launch.lanes;  // at least as many as there are CTAs
+  const uint32_t own = shared_address(stage_memory) + lane * launch.row_bytes;
+  const uint32_t stage_bytes = launch.lanes * launch.row_bytes;
+  if (lane == 0) {
+    for (uint32_t s = 0; s < launch.stages; ++s) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&full[s])) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async;" ::: "memory");
+  }
+  __syncwarp();
+
+  uint32_t ahead_layer = 0, ahead_batch = blockIdx.x;
+  auto read = [&](uint32_t stage) {
+    if (ahead_layer >= launch.layers) return;
+    const uint32_t unit = ahead_batch * launch.lanes + lane;
+    const bool active = lane < launch.lanes && unit < group.units;
+    uint64_t from = 0;
+    if (active) {
+      const Place place = place_of(group, unit);
+      const uint32_t row = ahead_layer * group.rows.value + place.row;
+      from = group.source.address(row, slot_at<Index>(launch.source_indices, place.position));
+      targets[stage][lane] = group.destination.address(row, slot_at<Index>(launch.destination_indices, place.position));
+    }
+    if (lane == 0) {
+      const uint32_t left = group.units - ahead_batch * launch.lanes;
+      const uint32_t bytes = (left < launch.lanes ? left : launch.lanes) * launch.row_bytes;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&full[stage])), "r"(bytes)
+                   : "memory");
+    }
+    __syncwarp();
+    if (active) {
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+              own + stage * stage_bytes),
+          "l"(from), "r"(launch.row_bytes), "r"(shared_address(&full[stage]))
+          : "memory");
+    }
+    ahead_batch += gridDim.x;
+    if (ahead_batch >= batches) {
+      ahead_batch = blockIdx.x;
+      ++ahead_layer;
+    }
+  };
+
+  for (uint32_t s = 0; s + 1 < launch.stages; ++s) read(s);
+  uint32_t stage = 0, parity = 0, before = launch.stages - 1;
+  for (uint32_t layer = 0; layer < launch.layers; ++layer) {
+    for (uint32_t batch = blockIdx.x; batch < batches; batch += gridDim.x) {
+      wait_for_phase(shared_address(&full[stage]), parity);
+      if (lane < launch.lanes && batch * launch.lanes + lane < group.units) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(targets[stage][lane]),
+                     "r"(own + stage * stage_bytes), "r"(launch.row_bytes)
+                     : "memory");
+      }
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      // The stage of the batch before this one may be filled again once it has been read out.
+      asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      __syncwarp();
+      read(before);
+      before = stage;
+      if (++stage == launch.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    if (launch.done != nullptr) {
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      asm volatile("fence.proxy.async;" ::: "memory");
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) atomicAdd(launch.done + layer, 1u);
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+#endif
+
+template <typename Index>
+__global__ void __launch_bounds__(kBulkLanes) bulk_rows_kernel([[maybe_unused]] const __grid_constant__ BulkLaunch launch) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  bulk_rows<Index>(launch);
+#endif
+}
+
+inline bool has_bulk_copies() {
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
+// Queues the move of `layers` layers in order as bulk copies through `shared_bytes` of shared memory a CTA; done as in
+// move_layers, but counting CTAs. Returns what the counts reach, or 0, with nothing queued, where rows or device do not
+// allow it.
+inline uint32_t move_in_bulk(const std::vector<Group>& groups, int64_t slots, const Indices& source_indices,
+                             const Indices& destination_indices, int64_t layers, uint32_t* done, int blocks,
+                             int64_t shared_bytes, gpuStream_t stream) {
+  if (shared_bytes <= 0 || groups.size() != 1 || !has_bulk_copies()) return 0;
+  const Group& group = groups.front();
+  const int64_t units = slots * group.rows;
+  if (group.vector_bytes != 16 || group.row_bytes < kLeastBulkRow || group.row_bytes > kMostBulkRow ||
+      units > HICACHE_MAX_VECTORS) {
+    return 0;
+  }
+  const int64_t lanes = std::min<int64_t>(kBulkLanes, std::max<int64_t>(1, std::min(kMostStageBytes, shared_bytes / 4) / group.row_bytes));
+  const int64_t stages = std::min<int64_t>(kMaxStages, shared_bytes / (lanes * group.row_bytes));
+  if (stages < 3) return 0;
+  BulkLaunch launch;
+  launch.group = device_group(group, slots, false);
+  launch.group.units = static_cast<uint32_t>(units);
+  launch.group.columns = Divisor(1);
+  launch.row_bytes = static_cast<uint32_t>(group.row_bytes);
+  launch.lanes = static_cast<uint32_t>(lanes);
+  launch.stages = static_cast<uint32_t>(stages);
+  launch.layers = static_cast<uint32_t>(layers);
+  launch.done = done;
+  launch.source_indices = source_indices.data;
+  launch.destination_indices = destination_indices.data;
+  blocks = static_cast<int>(std::min<int64_t>(blocks, (units + lanes - 1) / lanes));
+  const size_t shared = static_cast<size_t>(stages * lanes * group.row_bytes);
+  const auto kernel = source_indices.wide ? bulk_rows_kernel<int64_t> : bulk_rows_kernel<int32_t>;
+  check_gpu(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+            "taking shared memory");
+  kernel<<<blocks, kBulkLanes, shared, stream>>>(launch);
+  check_gpu(gpuGetLastError(), "launching the bulk-copy kernel");
+  return static_cast<uint32_t>(blocks);
+}
+
+#elif defined(HICACHE_GPU)
+
+inline uint32_t move_in_bulk(const std::vector<Group>&, int64_t, const Indices&, const Indices&, int64_t, uint32_t*, int,
+                             int64_t, gpuStream_t) {
+  return 0;
+}
+
+#endif
+
+}  // namespace hicache
