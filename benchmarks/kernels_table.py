@@ -1,0 +1,100 @@
+"""Writes the tables of the kernels' README from the JSON that ``hicache-kernels bench`` wrote.
+
+python benchmarks/kernels_table.py benchmarks/results/h200.json            # rewrites the README
+python benchmarks/kernels_table.py benchmarks/results/h200.json --check    # fails where it is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hicache_kernels import Direction
+from hicache_kernels.bench.report import Report
+from hicache_kernels.bench.targets import Target, evaluate_targets
+
+README = Path(__file__).parents[1] / "packages" / "hicache-kernels" / "README.md"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:], ""])
+
+
+def target_row(target: Target) -> list[str]:
+    worst = "not measured" if target.worst is None else f"{target.worst:.3f}"
+    aim = f"{'at least' if target.at_least else 'at most'} {target.limit:g}"
+    return [target.what, aim, worst, f"{target.missed} of {target.of}"]
+
+
+def targets_table(report: Report) -> str:
+    return table(("what", "aim", "worst", "cases that miss"), map(target_row, evaluate_targets(report)))
+
+
+def quota_table(report: Report) -> str:
+    """Bandwidth and disturbance by CTAs, and of the staged path, which holds none of them."""
+    ways = sorted({(d.policy, d.block_quota) for d in report.disturbances}, key=lambda way: (way[0], way[1] or 0))
+    shown = {(d.policy, d.block_quota, d.workload, d.direction): f"{d.slowdown:.2f}" for d in report.disturbances}
+    rows = []
+    for policy, quota in ways:
+        name = policy if quota is None else f"{policy}, {quota} CTA{'s' * (quota != 1)}"
+        idle = [idle_share(report, policy, quota, direction) for direction in (Direction.WRITE_BACK, Direction.LOAD)]
+        beside = [
+            shown.get((policy, quota, workload, direction), "")
+            for direction in (Direction.WRITE_BACK, Direction.LOAD)
+            for workload in ("prefill", "decode")
+        ]
+        rows.append([name, *idle, *beside])
+    graphs = [f"{workload} beside {way}" for way in ("D2H", "H2D") for workload in ("prefill", "decode")]
+    return table(("transfer", "D2H", "H2D", *graphs), rows)
+
+
+def idle_share(report: Report, policy: str, quota: int | None, direction: Direction) -> str:
+    """Share of a plain copy on an idle device: the quota's own case, or the worst run of the staged grid."""
+    ratios = [
+        result.measurement.ratio
+        for result in report.cases
+        if (result.case.policy, result.case.block_quota, result.case.direction) == (policy, quota, direction)
+        and result.case.layer_by_layer
+        and result.measurement.path == policy
+        and (quota is not None or result.case.pattern.value == "run")
+    ]
+    return f"{min(ratios):.2f}" if ratios else ""
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Put a table between the comments that mark its place.
+
+    Raises
+    ------
+    ValueError
+        Where the text has no such place, or several.
+    """
+    place = re.compile(rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    if len(place.findall(text)) != 1:
+        raise ValueError(f"the text has {len(place.findall(text))} places for the table {name!r}; it must have one")
+    return place.sub(lambda found: found[1] + content + found[2], text)
+
+
+def filled(text: str, report: Report) -> str:
+    return fill(fill(text, "targets", targets_table(report)), "quota", quota_table(report))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--check", action="store_true", help="change nothing, fail where something would change")
+    options = parser.parse_args()
+    before = options.readme.read_text(encoding="utf-8")
+    after = filled(before, Report.from_json(options.report.read_text(encoding="utf-8")))
+    if options.check and before != after:
+        raise SystemExit(f"{options.readme} is not up to date: run this without --check")
+    if not options.check:
+        options.readme.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
