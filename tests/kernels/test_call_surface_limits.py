@@ -153,8 +153,8 @@ def test_a_table_repeated_by_a_view_names_the_layer_it_repeats():
     assert [tensor.data_ptr() for tensor in found.tensors] == repeated.tolist()
 
 
-@pytest.mark.parametrize("size", [0, -4, 3, 6, 16384 + 2])
-def test_probes_say_no_to_sizes_that_do_not_divide(size):
+@pytest.mark.parametrize("size", [0, -4, 3, 6, 16384 + 2, None, 16.0, "16", [16]])
+def test_probes_say_no_and_never_raise(size):
     assert not jit_kernel.can_use_hicache_jit_kernel(element_size=size)
     assert not jit_kernel.can_use_write_back_jit_kernel(element_size=size)
 

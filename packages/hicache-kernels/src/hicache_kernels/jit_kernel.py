@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import numbers
 
 import torch
 
@@ -278,8 +279,10 @@ def can_use_write_back_jit_kernel(
 
 
 def _can_use(module: str, element_size: int, granule: int) -> bool:
-    if element_size <= 0 or element_size % granule:
-        _log_refusal(module, element_size, granule)
+    # Asked by engines about values they have not looked at: what is no whole number is a refusal too.
+    whole = isinstance(element_size, numbers.Integral)
+    if not whole or element_size <= 0 or element_size % granule:
+        _log_refusal(module, repr(element_size) if not whole else str(element_size), granule)
         return False
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # The loader logs the reason, once.
@@ -287,7 +290,7 @@ def _can_use(module: str, element_size: int, granule: int) -> bool:
 
 
 @functools.cache
-def _log_refusal(module: str, element_size: int, granule: int) -> None:
+def _log_refusal(module: str, element_size: str, granule: int) -> None:
     logger.warning(
         "the %s module cannot move rows of %s bytes: they must be a positive multiple of %d",
         module,
