@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_example_of_an_engine_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("readme", ["README.md", "packages/hicache-controller/README.md"])
+def test_example_of_an_engine_runs(readme: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(example, str(README), "exec"), names)
+    exec(compile(example, readme, "exec"), names)
     cache = names["cache"]
     cache.check_integrity()  # type: ignore[attr-defined]
     assert len([line for line in example.splitlines() if line and not line.startswith(("import", "from"))]) <= 22
