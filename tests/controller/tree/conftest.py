@@ -40,19 +40,25 @@ def keys_of(words: Sequence[int]) -> list[bytes]:
 
 
 class Gate:
-    """Holds calls of one method of an object until it is opened; makes them fail while ``failing``."""
+    """Holds calls of one method of an object until it is opened; makes them fail while ``failing``.
+
+    With ``single`` each opening lets one call through.
+    """
 
     def __init__(self, target: Any, method: str) -> None:
         self._open = threading.Event()
         self._open.set()
         self.entered = threading.Event()
-        self.failing = False
+        self.failing = self.single = False
         original = getattr(target, method)
 
         def call(*arguments: Any, **options: Any) -> Any:
             self.entered.set()
             assert self._open.wait(30), "the gate was never opened"
-            if self.failing:
+            failing = self.failing
+            if self.single:
+                self.close()
+            if failing:
                 raise RuntimeError("injected")
             return original(*arguments, **options)
 

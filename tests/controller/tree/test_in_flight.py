@@ -270,20 +270,42 @@ def test_write_below_a_write_that_fails_is_given_up(make_model: MakeModel, keys_
     model = make_model()
     gate = model.gate("write")
     gate.close()
-    gate.failing = True
+    gate.failing = gate.single = True
     insert(model, keys_of((1, 2)))
     gate.wait_entered()
     insert(model, keys_of((1, 2, 3, 4)))
-    first, second = model.cache.controller._writes.started
+    parent, child = model.controller._writes.started
     gate.open()
-    first.wait()
-    gate.failing = False
+    gate.wait_entered()  # the parent's write has failed, and the child's is about to begin
+    parent.wait()
+    gate.failing = gate.single = False
     if together:
-        second.wait()
-    while model.cache._writes:
-        model.cache.poll(wait=True)
-        model.cache.check_integrity()
-    assert model.cache.stats() in ((2, 4, 0), (2, 4, 2), (2, 4, 4))
+        gate.open()
+        child.wait()
+    model.cache.poll()
+    model.cache.check_integrity()
+    assert model.cache.stats() == (2, 4, 0)
+    gate.open()
+    child.wait()
+    model.cache.drain()
+    model.cache.poll()
+    assert model.host["kv"].available_size() == 32
+    model.empty()
+
+
+def test_node_and_window_whose_one_write_fails_give_nothing_back_twice(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(windows=(8, 8), write_policy=WritePolicy.WRITE_BACK)
+    insert(model, keys_of((1, 2, 3)))
+    node = model.cache.root.all_children()[0]
+    gate = model.gate("write")
+    gate.failing = True
+    assert model.cache._ensure_host(node)
+    assert model.cache._write_window(node.window("swa"))
+    assert model.cache.evict_device(3) == 3
+    model.cache.drain()
+    model.cache.check_integrity()
+    assert model.cache.stats() == (0, 0, 0)
+    gate.failing = False
     model.empty()
 
 

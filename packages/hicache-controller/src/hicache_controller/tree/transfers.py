@@ -314,10 +314,9 @@ class TreeTransfers(TreeEviction):
         wait_loads = wait and bool(self._loads) and not wait_writes
         wait_backups = wait and bool(self._backups) and not wait_writes and not wait_loads
         seen = False
-        if self._writes:
-            seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
-        if self._loads:
-            seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
+        # Also where none is known here: what was given up is let go by the controller's poll.
+        seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
+        seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
         if self._backups:
             for stored in self.controller.poll_backups(wait=wait_backups):
                 seen = True
