@@ -128,6 +128,16 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
         assert report.paths[name].seconds > 0
 
 
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_prefetch_that_does_not_wait_costs_hits_and_never_bytes(chats: list[TraceRequest], policy: str) -> None:
+    options = small_options(chats, storage="memory", prefetch_policy=policy)
+    with Replay(chats, options) as replay:
+        report = replay.run()
+        replay.cache.check_integrity()
+    assert 0 < report.hits <= reuse(chats)[1]
+    assert report.rows_verified > 0
+
+
 def test_second_run_on_the_same_directory_starts_warm(chats: list[TraceRequest], tmp_path: Path) -> None:
     options = small_options(chats, l3_dir=tmp_path)
     blocks, hits, _ = reuse(chats)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from . import report as reports
 from .radix import WritePolicy
 from .replay import Replay, ReplayError, ReplayOptions, VerificationError
+from .storage_worker import PrefetchPolicy
 from .trace import TraceError, TraceRequest, make_trace, read_trace, write_trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -82,6 +83,10 @@ def replay(
     l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct pages.")] = "",
     l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
     l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
+    storage: Annotated[str, typer.Option(help="file, or memory for one that ends with the process.")] = "file",
+    prefetch_policy: Annotated[
+        PrefetchPolicy, typer.Option(help="How long a request waits for its pages from storage.")
+    ] = PrefetchPolicy.WAIT_COMPLETE,
     write_policy: Annotated[WritePolicy, typer.Option(help="When pages are written back.")] = WritePolicy.WRITE_THROUGH,
     data: Annotated[
         bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")
@@ -120,6 +125,8 @@ def replay(
         l3_dir=l3_dir,
         write_policy=write_policy,
         data=data,
+        storage=storage,
+        prefetch_policy=prefetch_policy,
     )
     try:
         with Replay(loaded, options) as running:

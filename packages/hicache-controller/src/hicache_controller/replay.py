@@ -30,7 +30,7 @@ from . import payload
 from .controller import HiCacheController
 from .hashing import page_hashes
 from .metrics import MetricsSnapshot
-from .radix import Pages, UnifiedRadixCache, WritePolicy
+from .radix import Match, Pages, UnifiedRadixCache, WritePolicy
 from .storage import Fingerprint, HiCacheStorage, MemoryStorage
 from .storage.file import FileStorage
 from .storage_link import StorageSettings
@@ -39,6 +39,8 @@ from .trace import TraceRequest
 
 POOLS = ("mha", "mla")
 STORAGES = ("file", "memory")
+
+_SCHEDULER_STEP_SECONDS = 0.001
 
 # Bytes of rows made at a time on a CPU: what stays in its caches.
 _CPU_CHUNK_BYTES = 256 << 10
@@ -79,6 +81,8 @@ class ReplayOptions:
         False: bookkeeping only, no bytes, and a storage of keys in memory.
     storage
         ``file``, or ``memory`` for one that ends with the process.
+    prefetch_policy
+        How long a request waits for its pages from storage.
     """
 
     device: str = "cpu"
@@ -94,6 +98,7 @@ class ReplayOptions:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     data: bool = True
     storage: str = "file"
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
         """Raise ReplayError for the first option that cannot work with these requests."""
@@ -288,7 +293,7 @@ class Replay:
         self.controller = HiCacheController(
             HostPoolGroup([entry]),
             synchronous=not options.data,
-            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
+            storage=StorageSettings(prefetch_policy=options.prefetch_policy),
         )
         if self.storage is not None:
             self.controller.attach_storage_backend(self.storage)
@@ -333,7 +338,7 @@ class Replay:
         match = cache.match_prefix(keys)
         try:
             on_device, in_tree = match.device_pages, match.pages
-            match = cache.prefetch(match)
+            match = self._prefetch(match)
             found = match.pages
             match = cache.load_back(match)
             if self.rows is not None and match.pages > on_device:
@@ -349,6 +354,15 @@ class Replay:
             match = cache.insert(match, pages).match
         finally:
             cache.release(match)
+
+    def _prefetch(self, match: Match) -> Match:
+        """Bring pages from storage for as long as the policy allows, as a scheduler with nothing else to run would."""
+        if self.options.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
+            return self.cache.prefetch(match)
+        started = self.cache.start_prefetch(match)
+        while not self.cache.prefetch_ready(started):
+            time.sleep(_SCHEDULER_STEP_SECONDS)
+        return self.cache.finish_prefetch(started)
 
     def _keys(self, request: TraceRequest) -> list[bytes]:
         """Page keys of the request's complete blocks; a block's tokens are numbered from its id."""
