@@ -142,3 +142,17 @@ def test_pieces_of_overlapping_address_ranges_stay_apart(pools, compiled):
     host, device = pool.slots([0, 1, 2, 7]), pool.slots([3, 8, 0, 1])
     pool.check_write_back(host, device, transfer.write_back, now)
     pool.check_load(host, device, transfer.load, now)
+
+
+@pytest.mark.parametrize("outermost", ["page", "layer", "slot"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_no_copy_has_a_pitch_that_the_runtimes_refuse(compiled, outermost, layers):
+    plane, _ = far_pool(outermost)
+    layout = pieces.staging_layout([plane], layers=layers, chunk_pages=3)
+    copies = torch.zeros((64, 6), dtype=torch.int64)
+    nowhere = torch.empty(0, dtype=torch.int64)
+    count = compiled("staged")["plan_copies"](layout.pieces, torch.arange(3), nowhere, 2 - layers, copies)
+    assert (copies[:count, 2] * copies[:count, 3]).sum() == 3 * layers * 2 * 256
+    assert all(
+        height == 1 or max(host, staging) < 1 << 31 for _, _, _, height, host, staging in copies[:count].tolist()
+    )
