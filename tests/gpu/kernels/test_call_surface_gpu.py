@@ -121,7 +121,7 @@ def test_staged_pages_land_exactly(
     staging = [torch.empty(staging_pages * page_size, layers, row, dtype=torch.uint8, device=gpu) for _ in "kv"]
     wanted = [host.clone() for host in hosts]
     jit_kernel_reference.transfer_hicache_all_layer_staged_lf_pf(
-        *tables, src, dst, *(torch.empty(s.shape, dtype=torch.uint8) for s in staging), *wanted, page_size=page_size
+        *tables, src, dst, *(torch.empty_like(buffer) for buffer in staging), *wanted, page_size=page_size
     )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ import tvm_ffi
 
 from .pieces import StagingLayout, staging_layout
 from .plane import Plane
+from .planner import layer_groups
 from .rows import OtherSide, RowTables, build_tables
 from .staging import Direction, StagingRing
 
@@ -22,10 +22,12 @@ DIRECT_LOAD_THREADS = 2560
 in 2 us. More would only queue up, and then drain with the bus half idle at the end of the layer."""
 BULK_SHARED_BYTES = 96 << 10
 """Shared memory of a CTA that moves rows as bulk copies (sm_90 and later)."""
-BULK_LOAD_ROW_BYTES = 1 << 30
-"""Rows from which a direct load goes by bulk copies."""
+BULK_LOAD_ROW_BYTES = 1 << 10
+"""Rows from which a direct load goes by bulk copies: shorter ones are too many for one warp to name (0.88 of the bus at
+576 bytes and 8 CTAs, 0.91 from 1152 on, where the row kernel makes 0.88 to 0.89)."""
 BULK_WRITE_BACK_ROW_BYTES = 1 << 30
-"""Rows from which a direct write-back goes by bulk copies."""
+"""Rows from which a direct write-back goes by bulk copies: never, as with 2 CTAs the row kernel is faster (0.93 against
+0.59 to 0.88) and with 4 it is as fast."""
 STAGED_THREADS = 512
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -171,26 +173,6 @@ def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
     return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
 
 
-def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, int]]:
-    """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.
-
-    At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before.
-    """
-    sizes: list[int] = []
-    start = first
-    while start < end:
-        size = 1
-        while 2 * size <= min(most, start - first, end - start):
-            size *= 2
-        sizes.append(size)
-        start += size
-    start = first
-    for size, same in itertools.groupby(sizes):
-        stretch = size * len(list(same))
-        yield start, start + stretch, size
-        start += stretch
-
-
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     pieces: tvm_ffi.Tensor
@@ -326,7 +308,11 @@ class StagedMover:
         of events, int64 on CPU, recorded on ``stream`` after each layer. Other parameters are those of
         :meth:`write_back`.
         """
-        with self._ring.lane(Direction.LOAD).lock:
+        lane = self._ring.lane(Direction.LOAD)
+        with lane.lock:
+            if lane.stream is not None and stream is not None:
+                # Host bytes may be ready only behind work of the caller's stream.
+                lane.stream.wait_stream(stream)
             copies = 0
             for start, end, each in layer_groups(first_layer, end_layer, layers_each):
                 events = layer_events
@@ -349,9 +335,6 @@ class StagedMover:
         with lane.lock:
             chunk_pages = lane.chunk_pages(self._page_bytes * layers_each)
             prepared = self._prepare(Direction.LOAD, chunk_pages, layers_each)
-            if lane.stream is not None and stream is not None:
-                # Host bytes may be ready only behind work of the caller's stream.
-                lane.stream.wait_stream(stream)
             copies: int = self._load(
                 prepared.pieces,
                 prepared.groups,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .layout import HostLayout
@@ -252,6 +254,8 @@ LEAST_CHUNK_PAGES = 16
 """Pages that a staging buffer should still take of so many layers."""
 NEAR_BEST = 1.01
 """Copies take no more layers once they are this close to the best."""
+SUBMIT_MARGIN = 2.5
+"""A thread that shares its core with others submits so much slower than it was measured to."""
 STAGED_PREFERENCE = 0.04
 """How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
 
@@ -267,20 +271,37 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
+def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.
+
+    At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before.
+    """
+    sizes: list[int] = []
+    start = first
+    while start < end:
+        size = 1
+        while 2 * size <= min(most, start - first, end - start):
+            size *= 2
+        sizes.append(size)
+        start += size
+    start = first
+    for size, same in itertools.groupby(sizes):
+        stretch = size * len(list(same))
+        yield start, start + stretch, size
+        start += stretch
+
+
 def staged_load_seconds(
     work: Work, constants: DeviceConstants, staging_bytes: int, layers_each: int | None = None
 ) -> float:
     """Model the device time of a staged load-back, which moves some layers after the others; None: as many as best."""
-    each = layers_per_copy(work, constants, staging_bytes) if layers_each is None else layers_each
-    # The first copies take fewer layers: one, one, two, and so on.
-    seconds, done, size = 0.0, 0, 1
-    while size < each:
-        count = 2 if size == 1 else 1
-        seconds += count * _load_step_seconds(work, constants, staging_bytes, size)
-        done, size = done + count * size, 2 * size
-    seconds += max(0, work.layers - done) / each * _load_step_seconds(work, constants, staging_bytes, each)
-    layer_bytes = work.bytes / work.layers
-    return constants.launch_seconds + seconds + each * layer_bytes / constants.relayout_bytes_per_second
+    most = layers_per_copy(work, constants, staging_bytes) if layers_each is None else layers_each
+    copies = sum(
+        (end - start) // each * _load_step_seconds(work, constants, staging_bytes, each)
+        for start, end, each in layer_groups(0, work.layers, most)
+    )
+    last = most * work.bytes / work.layers / constants.relayout_bytes_per_second
+    return constants.launch_seconds + copies + last
 
 
 def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) -> int:
@@ -324,7 +345,7 @@ def _copies_seconds(size: float, copies: int, direction: DirectionConstants, *, 
     if not batched:
         return size / direction.copy_bytes_per_second + copies * direction.copy_seconds
     engine = size / direction.copy_bytes_per_second + copies * direction.batch_copy_seconds
-    return max(engine, copies * direction.batch_submit_seconds)
+    return max(engine, SUBMIT_MARGIN * copies * direction.batch_submit_seconds)
 
 
 def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:

@@ -24,6 +24,8 @@ __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "Tran
 
 logger = logging.getLogger(__name__)
 
+MOST_PLANS = 1024
+"""Plans that a transfer remembers."""
 BOTH_RUNS = "device slots are runs too, so the copies need no staging"
 """Ends the reason of a staged operation that went without staging."""
 
@@ -110,6 +112,7 @@ class PlaneTransfer:
         self._constants = constants
         self._lock = threading.Lock()
         self._spare_events: list[torch.cuda.Event] = []
+        self._plans: dict[tuple[object, ...], planner.Plan] = {}
         self._layout = _layout(first.host.strides, self.page_size)
 
     # ---- paths
@@ -214,6 +217,27 @@ class PlaneTransfer:
         return self._constants
 
     def _plan(
+        self,
+        direction: Direction,
+        pages: int,
+        runs: int,
+        policy: TransferPolicy | str | None,
+        block_quota: int | None,
+        layer_by_layer: bool,
+    ) -> planner.Plan:
+        """Plan an operation; operations of one shape are planned once."""
+        key = (direction, pages, runs, policy, block_quota, layer_by_layer)
+        known = self._plans.get(key)
+        if known is not None and type(block_quota) in (int, type(None)):
+            return known
+        plan = self._plan_anew(direction, pages, runs, policy, block_quota, layer_by_layer)
+        if self._constants is not None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _plan_anew(
         self,
         direction: Direction,
         pages: int,
