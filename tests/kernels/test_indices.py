@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hicache_kernels import PlaneTransfer
+from hicache_kernels.indices import IndexReader
 from hicache_kernels.staging import StagingRing
 
 PATHS = ("staged", "direct")
@@ -124,6 +125,18 @@ def test_threads_share_one_transfer_without_mixing_indices(pools, compiled, poli
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_a_capture_never_gets_the_uploads_of_an_earlier_call(monkeypatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    reader = IndexReader(page_size=1, host_slots=8, device_slots=8, device=torch.device("cpu"), scan=None)
+    monkeypatch.setattr(reader, "_uploaded", lambda indices: indices.clone())
+    stream, host, device = object(), torch.tensor([1, 2]), torch.tensor([3, 4])
+    assert reader.read(host, device, stream) is reader.read(host, device, stream)
+    capturing = True
+    with pytest.raises(ValueError, match="host_indices is on the CPU; under graph capture it must be on"):
+        reader.read(host, device, stream)
 
 
 def test_an_operation_outlives_its_callers_tensors(pools, compiled):

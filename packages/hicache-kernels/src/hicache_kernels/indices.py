@@ -97,11 +97,12 @@ class IndexReader:
             Naming the tensor, its value and what is accepted.
         """
         last = self._last
-        if last is not None and last.serve(host, device, stream) and not device_checks_enabled():
+        capturing = stream is not None and torch.cuda.is_current_stream_capturing()
+        # A graph would read what was uploaded for an earlier call long after that is gone.
+        if not capturing and last is not None and last.serve(host, device, stream) and not device_checks_enabled():
             return last
         if not self._plain(host, device):
             check_forms(host, device, page_size=self._page_size, device=self._device)
-        capturing = stream is not None and torch.cuda.is_current_stream_capturing()
         if capturing:
             for name, indices in (("host_indices", host), ("device_indices", device)):
                 if indices.device.type == "cpu":
