@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_kernels import jit_kernel, jit_kernel_reference
+from hicache_kernels import jit_kernel, jit_kernel_reference, row_copy
 from hicache_kernels.pointer_table import pointer_table, remembered_layers
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
@@ -157,6 +157,17 @@ def test_a_table_repeated_by_a_view_names_the_layer_it_repeats():
 def test_probes_say_no_and_never_raise(size):
     assert not jit_kernel.can_use_hicache_jit_kernel(element_size=size)
     assert not jit_kernel.can_use_write_back_jit_kernel(element_size=size)
+
+
+def test_tensors_on_the_cpu_are_refused_under_capture(monkeypatch):
+    gpu, tensors = torch.device("cuda", 0), {"indices_dst": torch.arange(4)}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    row_copy._check_capture(gpu, tensors)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    row_copy._check_capture(gpu, {"ptr_src": None})
+    row_copy._check_capture(torch.device("cpu"), tensors)
+    with pytest.raises(ValueError, match="indices_dst is on the CPU; under graph capture it must be on cuda:0"):
+        row_copy._check_capture(gpu, tensors)
 
 
 def test_threads_call_at_once_without_mixing_rows():

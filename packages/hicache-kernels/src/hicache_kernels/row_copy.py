@@ -59,6 +59,15 @@ def _operation_device(*tensors: torch.Tensor | None) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
+def _check_capture(device: torch.device, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse tensors on the CPU while a graph is captured: a graph has no memory of what they hold."""
+    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device.type == "cpu":
+            raise ValueError(f"{name} is on the CPU; under graph capture it must be on {device}")
+
+
 def _anchors(side: Sequence[Rows]) -> list[torch.Tensor | None]:
     return [t for rows in side for t in (rows.table, rows.layers.tensors[0] if rows.layers else None)]
 
@@ -96,6 +105,8 @@ def copy_rows(
     device = _operation_device(destination_indices, source_indices, *_anchors(destination), *_anchors(source))
     if not destination_indices.numel():
         return
+    indices = {destination_name: destination_indices, source_name: source_indices}
+    _check_capture(device, indices | {rows.name: rows.table for rows in (*destination, *source)})
     module = _module("main", device)
     if module is None:
         _check_remembered("main", device, destination, source)
@@ -194,6 +205,8 @@ def stage_pages(
     if block_quota is not None and block_quota < 1:
         raise ValueError(f"block_quota is {block_quota}; the re-layout kernel needs at least one CTA")
     device = _operation_device(source_indices, *_anchors(source), *staging.values())
+    if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        raise ValueError("staged copies are planned from dst_indices on the CPU; they cannot be captured in a graph")
     for name, buffer in staging.items():
         if buffer.device != device:
             raise ValueError(f"{name} lies on {buffer.device}; staging memory must lie with the rows, on {device}")
