@@ -122,7 +122,9 @@ def test_strides_of_an_impossible_pool_are_refused(layout, name):
             [16, 0 if name == "element_bytes" else 8],
             **(sizes if name == "element_bytes" else sizes | {name: 0}),
         )
-    with pytest.raises(ValueError, match="page_last"):
+    with pytest.raises(
+        ValueError, match="layout is 'page_last'; it must be one of layer_first, page_first, page_first_direct"
+    ):
         host_strides("page_last", [16], **sizes)
 
 

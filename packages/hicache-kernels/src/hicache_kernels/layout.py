@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NoReturn
 
 
 class HostLayout(StrEnum):
@@ -16,6 +17,10 @@ class HostLayout(StrEnum):
     """(slot, layer, component, element): a slot is one piece, so a page is one piece."""
     PAGE_FIRST_DIRECT = "page_first_direct"
     """(page, layer, component, slot, element): a layer's share of a page is one piece, and so is the page."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"layout is {value!r}; it must be one of {', '.join(cls)}")
 
 
 @dataclass(frozen=True, slots=True)
