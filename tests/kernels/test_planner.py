@@ -17,6 +17,7 @@ from hicache_kernels.planner import (
     PathUnavailableError,
     Plan,
     Work,
+    layer_groups,
     plan_load,
     plan_write_back,
 )
@@ -217,8 +218,33 @@ def test_width_of_a_layer_follows_the_layout() -> None:
 
 def test_defaults_of_an_h200_follow_the_design_notes() -> None:
     assert H200.write_back.default_ctas == 2
-    assert H200.load.default_ctas == 2
+    assert H200.load.default_ctas == 4
     small = Work(HostLayout.PAGE_FIRST, 512 << 20 >> 15, 512 << 20 >> 15, 32 << 10, 1, 8, 2, 2048)
     assert plan_write_back(small).path == "direct"
     large = dataclasses.replace(small, pages=128, runs=128, page_bytes=4 << 20, page_size=64)
     assert plan_write_back(large).path == "staged"
+
+
+@given(first=st.integers(0, 5), layers=st.integers(1, 130), most=st.integers(1, 16))
+def test_groups_of_layers_cover_all_and_none_is_larger_than_what_went_before(
+    first: int, layers: int, most: int
+) -> None:
+    taken = first
+    for start, end, each in layer_groups(first, first + layers, most):
+        assert start == taken
+        assert (end - start) % each == 0
+        assert each <= min(most, max(1, start - first))
+        taken = end
+    assert taken == first + layers
+
+
+def test_a_load_of_narrow_shares_takes_several_layers_a_copy_and_of_wide_ones_few() -> None:
+    narrow = Work(HostLayout.PAGE_FIRST_DIRECT, 4096, 1, 4096 * 32, page_size=1, layers=32, planes=2, row_bytes=2048)
+    wide = dataclasses.replace(narrow, pages=64, page_bytes=(256 << 10) * 32, page_size=64)
+    by_runs = dataclasses.replace(wide, pages=512, runs=32, page_bytes=(32 << 10) * 32, page_size=16)
+    assert plan_load(narrow, layer_by_layer=False, policy="staged").layers_each >= 8
+    assert plan_load(wide, layer_by_layer=False, policy="staged").layers_each == 1
+    assert plan_load(by_runs, layer_by_layer=False, policy="staged").layers_each >= 4
+    assert plan_load(narrow, layer_by_layer=True, policy="staged").layers_each == 1
+    first_layer = dataclasses.replace(narrow, layout=HostLayout.LAYER_FIRST)
+    assert plan_load(first_layer, layer_by_layer=False, policy="staged").layers_each == 1

@@ -122,6 +122,7 @@ def test_direct_moves_any_multiple_of_4_bytes(pools, gpu, row_bytes, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("row_bytes", [256, 576, 1152, 2048, 16384])
 def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
+    monkeypatch.setattr(movers, "BULK_BLOCKS", 1)
     monkeypatch.setattr(movers, "BULK_LOAD_ROW_BYTES", 256)
     monkeypatch.setattr(movers, "BULK_WRITE_BACK_ROW_BYTES", 256)
     form, dtype = random.choice(["slot_major", "block_major"]), random.choice([torch.int32, torch.int64])

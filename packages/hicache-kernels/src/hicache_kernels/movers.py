@@ -22,13 +22,15 @@ DIRECT_LOAD_THREADS = 2560
 in 2 us. More would only queue up, and then drain with the bus half idle at the end of the layer."""
 BULK_SHARED_BYTES = 96 << 10
 """Shared memory of a CTA that moves rows as bulk copies (sm_90 and later)."""
+BULK_BLOCKS = 4
+"""CTAs from which bulk copies pay: with 2, one warp each cannot name rows fast enough."""
 BULK_LOAD_ROW_BYTES = 1 << 10
-"""Rows from which a direct load goes by bulk copies: shorter ones are too many for one warp to name (0.88 of the bus at
-576 bytes and 8 CTAs, 0.91 from 1152 on, where the row kernel makes 0.88 to 0.89)."""
+"""Rows from which a direct load goes by bulk copies (H200: 0.89 to 0.91 of the bus from 1152 bytes on, where the row
+kernel makes 0.86 to 0.89; at 576 bytes no more than that)."""
 BULK_WRITE_BACK_ROW_BYTES = 1 << 30
 """Rows from which a direct write-back goes by bulk copies: never, as with 2 CTAs the row kernel is faster (0.93 against
 0.59 to 0.88) and with 4 it is as fast."""
-STAGED_THREADS = 512
+STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
 """Row bytes of the staged path are multiples of this."""
@@ -92,7 +94,8 @@ class DirectMover:
         if to_device and layer is not None:
             threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
         groups = self._groups(to_device, layer)
-        self._move(groups, source_indices, destination_indices, blocks, threads, self._bulk(to_device), stream)
+        bulk = self._bulk(to_device, blocks)
+        self._move(groups, source_indices, destination_indices, blocks, threads, bulk, stream)
 
     def load_layers(
         self,
@@ -137,15 +140,16 @@ class DirectMover:
             events,
             blocks,
             DIRECT_THREADS,
-            self._bulk(True),
+            self._bulk(True, blocks),
             stream,
             side_stream,
         )
         return queued == 1
 
-    def _bulk(self, to_device: bool) -> int:
-        long_enough = self._row_bytes >= (BULK_LOAD_ROW_BYTES if to_device else BULK_WRITE_BACK_ROW_BYTES)
-        return BULK_SHARED_BYTES if long_enough else 0
+    def _bulk(self, to_device: bool, blocks: int) -> int:
+        """Shared memory of a CTA for bulk copies; 0 where the row kernel is faster."""
+        least = BULK_LOAD_ROW_BYTES if to_device else BULK_WRITE_BACK_ROW_BYTES
+        return BULK_SHARED_BYTES if self._row_bytes >= least and blocks >= BULK_BLOCKS else 0
 
     def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
         key = (to_device, layer)

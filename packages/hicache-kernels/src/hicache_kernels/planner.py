@@ -141,7 +141,7 @@ H200 = DeviceConstants(
             (32768, 0.98),
             (65536, 0.99),
         ),
-        direct_rates=((1, 34.2e9), (2, 49.2e9), (4, 49.2e9), (8, 50.2e9)),
+        direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
     ),
     launch_seconds=14e-6,
     relayout_bytes_per_second=1.3e12,
@@ -250,6 +250,8 @@ FLAT_RUN_PAGES = 64
 """Runs of fewer rows and at least this wide go row by row in batches (``csrc/staged/gpu_backend.h``)."""
 MOST_LAYERS_EACH = 16
 """Layers that a copy of a load takes at most: the later ones of them wait for all."""
+LOAD_BUFFERS = 2
+"""Buffers that the staging memory of loads makes (``staging.py``)."""
 LEAST_CHUNK_PAGES = 16
 """Pages that a staging buffer should still take of so many layers."""
 NEAR_BEST = 1.01
@@ -279,11 +281,8 @@ def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, in
     sizes: list[int] = []
     start = first
     while start < end:
-        size = 1
-        while 2 * size <= min(most, start - first, end - start):
-            size *= 2
-        sizes.append(size)
-        start += size
+        sizes.append(min(most, max(1, start - first), end - start))
+        start += sizes[-1]
     start = first
     for size, same in itertools.groupby(sizes):
         stretch = size * len(list(same))
@@ -312,7 +311,7 @@ def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) 
     least_pages = min(LEAST_CHUNK_PAGES, max(1, work.pages))
     while (
         2 * choices[-1] <= min(MOST_LAYERS_EACH, work.layers // 2)
-        and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // 4
+        and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
     ):
         choices.append(2 * choices[-1])
     seconds = [_load_step_seconds(work, constants, staging_bytes, each) / each for each in choices]
@@ -323,7 +322,7 @@ def _load_step_seconds(work: Work, constants: DeviceConstants, staging_bytes: in
     """Model the copies of ``each`` layers."""
     direction = constants.load
     size = work.bytes / work.layers * each
-    chunks = math.ceil(size / max(each * work.layer_page_bytes, staging_bytes // 4))
+    chunks = math.ceil(size / max(each * work.layer_page_bytes, staging_bytes // LOAD_BUFFERS))
     runs = work.runs + chunks - 1
     width = work.layer_width * each
     if work.layout is HostLayout.LAYER_FIRST:
@@ -333,11 +332,11 @@ def _load_step_seconds(work: Work, constants: DeviceConstants, staging_bytes: in
     else:
         rows = 1 if work.layout is HostLayout.PAGE_FIRST_DIRECT else work.page_size
         rows_of_a_run = rows * work.pages / max(1, runs)
+        moved = size / direction.efficiency(width)
         if constants.batched and rows_of_a_run < FLAT_RUN_PAGES and width >= FLAT_WIDTH_BYTES:
-            seconds = _copies_seconds(size, rows * work.pages + chunks - 1, direction, batched=True)
+            seconds = _copies_seconds(moved, rows * work.pages + chunks - 1, direction, batched=True)
         else:
-            rate = direction.copy_bytes_per_second * direction.efficiency(width)
-            seconds = size / rate + runs * direction.copy_2d_seconds
+            seconds = moved / direction.copy_bytes_per_second + runs * direction.copy_2d_seconds
     return max(seconds, constants.launch_seconds)
 
 

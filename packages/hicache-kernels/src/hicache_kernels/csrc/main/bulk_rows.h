@@ -136,10 +136,18 @@ __global__ void __launch_bounds__(kBulkLanes) bulk_rows_kernel([[maybe_unused]] 
 #endif
 }
 
-inline bool has_bulk_copies() {
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// Dynamic shared memory that a CTA of the kernel may take; 0 where the device has no bulk copies, or runs code of an
+// architecture that has none, in which the kernel is empty.
+inline int64_t bulk_memory(const void* kernel) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess ||
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    static_cast<void>(gpuGetLastError());
+    return 0;
+  }
+  if (attributes.ptxVersion < 90 || attributes.binaryVersion < 90) return 0;
+  return most - static_cast<int64_t>(attributes.sharedSizeBytes);
 }
 
 // Queues the move of `layers` layers in order as bulk copies through `shared_bytes` of shared memory a CTA; done as in
@@ -148,16 +156,19 @@ inline bool has_bulk_copies() {
 inline uint32_t move_in_bulk(const std::vector<Group>& groups, int64_t slots, const Indices& source_indices,
                              const Indices& destination_indices, int64_t layers, uint32_t* done, int blocks,
                              int64_t shared_bytes, gpuStream_t stream) {
-  if (shared_bytes <= 0 || groups.size() != 1 || !has_bulk_copies()) return 0;
+  if (shared_bytes <= 0 || groups.size() != 1) return 0;
   const Group& group = groups.front();
   const int64_t units = slots * group.rows;
   if (group.vector_bytes != 16 || group.row_bytes < kLeastBulkRow || group.row_bytes > kMostBulkRow ||
       units > HICACHE_MAX_VECTORS) {
     return 0;
   }
-  const int64_t lanes = std::min<int64_t>(kBulkLanes, std::max<int64_t>(1, std::min(kMostStageBytes, shared_bytes / 4) / group.row_bytes));
+  const auto kernel = source_indices.wide ? bulk_rows_kernel<int64_t> : bulk_rows_kernel<int32_t>;
+  shared_bytes = std::min(shared_bytes, bulk_memory(reinterpret_cast<const void*>(kernel)));
+  const int64_t stage_rows = std::min(kMostStageBytes, shared_bytes / 4) / group.row_bytes;
+  const int64_t lanes = std::min<int64_t>(kBulkLanes, std::max<int64_t>(1, stage_rows));
   const int64_t stages = std::min<int64_t>(kMaxStages, shared_bytes / (lanes * group.row_bytes));
-  if (stages < 3) return 0;
+  if (stages < 3) return 0;  // rows too long for the memory there is, or no memory at all
   BulkLaunch launch;
   launch.group = device_group(group, slots, false);
   launch.group.units = static_cast<uint32_t>(units);
@@ -171,7 +182,6 @@ inline uint32_t move_in_bulk(const std::vector<Group>& groups, int64_t slots, co
   launch.destination_indices = destination_indices.data;
   blocks = static_cast<int>(std::min<int64_t>(blocks, (units + lanes - 1) / lanes));
   const size_t shared = static_cast<size_t>(stages * lanes * group.row_bytes);
-  const auto kernel = source_indices.wide ? bulk_rows_kernel<int64_t> : bulk_rows_kernel<int32_t>;
   check_gpu(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
             "taking shared memory");
   kernel<<<blocks, kBulkLanes, shared, stream>>>(launch);

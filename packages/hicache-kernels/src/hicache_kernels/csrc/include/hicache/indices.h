@@ -17,14 +17,15 @@ inline int64_t index_at(const tvm::ffi::TensorView& tensor, int64_t i) {
 template <typename Index>
 int64_t scan_host(const Index* slots, int64_t page_count, int64_t page_size, int64_t host_slots, int64_t* pages,
                   int64_t* packed) {
-  int64_t runs = 0, before = -2;
+  int64_t runs = 0;
+  uint64_t expected = ~uint64_t{0};  // the page that would continue the run
   if (page_size == 1) {
     uint64_t outside = 0;
     for (int64_t p = 0; p < page_count; ++p) {
       const int64_t page = slots[p];
       outside |= static_cast<uint64_t>(page) >= static_cast<uint64_t>(host_slots);
-      runs += page != before + 1;
-      before = page;
+      runs += static_cast<uint64_t>(page) != expected;
+      expected = static_cast<uint64_t>(page) + 1;
       pages[p] = page;
     }
     if (outside != 0) return -1;
@@ -39,8 +40,8 @@ int64_t scan_host(const Index* slots, int64_t page_count, int64_t page_size, int
     uint64_t apart = 0;
     for (int64_t s = 1; s < page_size; ++s) apart |= static_cast<uint64_t>(slots[s] ^ static_cast<Index>(first + s));
     if (apart != 0) return -1;
-    runs += page != before + 1;
-    before = page;
+    runs += static_cast<uint64_t>(page) != expected;
+    expected = static_cast<uint64_t>(page) + 1;
     pages[p] = page;
     if (packed != nullptr) {
       for (int64_t s = 0; s < page_size; ++s) packed[p * page_size + s] = first + s;
