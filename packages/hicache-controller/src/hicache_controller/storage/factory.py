@@ -13,6 +13,7 @@ class StorageBackendFactory:
 
     _paths: dict[str, str] = {
         "file": "hicache_controller.storage.file:FileStorage",
+        "mooncake": "hicache_controller.storage.mooncake:MooncakeStorage",
         "memory": "hicache_controller.storage.memory:MemoryStorage",
     }
 

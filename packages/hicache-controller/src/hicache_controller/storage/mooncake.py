@@ -1,0 +1,412 @@
+"""Storage shared by machines: pages as objects of a Mooncake Store, moved between registered host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import queue
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .backoff import Backoff
+from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
+from .fingerprint import Fingerprint
+from .mooncake_client import MooncakeClient, MooncakeDownError, MooncakeSettings
+from .mooncake_page import FOOTER_BYTES, check_footer, make_footer
+from .page_file import Outcome
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 << 20
+_CHUNK_PAGES = 256
+_LANES = 8  # chunks that move at once, each with memory for its footers
+
+# Codes of Mooncake Store.
+_DOWN = range(-999, -899)  # the request failed, or had no answer in time
+_NO_ROOM = (-101, -200)  # no segment, no memory in the segments
+_WRONG_SIZE = -600
+_ABSENT = (-703, -704, -707, -710, -712)  # not whole yet, not there, gone while it was read
+
+
+class _Job(NamedTuple):
+    """One page to move: position in the batch, its key, host page, parent's key, and name of the object."""
+
+    position: int
+    key: bytes
+    page: int
+    parent: bytes | None
+    name: str
+
+
+class _Page(NamedTuple):
+    """Memory of a page: its parts in the pool, and where its footer is."""
+
+    views: tuple[memoryview, ...]
+    footer: memoryview
+
+
+class MooncakeStorage(HiCacheStorage):
+    """Pages as objects of a Mooncake Store, whose memory lies in its clients; any number of machines share it.
+
+    Neither a master that is down, when this is made or later, nor a full store is an error: nothing is found, nothing
+    is stored, and everything picks up again once the master answers. What holds of the other backends and not of this
+    one: Mooncake evicts objects without regard to parents, and forgets all of them when its master ends.
+
+    Parameters
+    ----------
+    fingerprint
+        Model and rank. Others may share the store.
+    master
+        ``host:port`` of ``mooncake_master``, or what Mooncake takes in its place, such as ``etcd://...``.
+    local_hostname
+        Name or address under which the other machines reach this one.
+    metadata_server
+        ``P2PHANDSHAKE``, or the metadata server of Mooncake's transfer engine.
+    protocol
+        ``tcp``, ``rdma``, or another that the installed wheel knows.
+    devices
+        RDMA devices, comma-separated; empty leaves the choice to Mooncake.
+    segment_bytes
+        Memory that this process adds to the store; 0 for none, where others do. It leaves with the process, and the
+        pages in it.
+    deadline_seconds
+        How long the constructor, a look-up and a removal wait for the master, and ``close`` for calls that run.
+    clock
+        Seconds that grow; for tests.
+
+    Raises
+    ------
+    ImportError
+        Where Mooncake or a library it needs is not installed.
+    ValueError
+        Where a number is out of range, or the master is not an address.
+    """
+
+    def __init__(
+        self,
+        *,
+        fingerprint: Fingerprint,
+        master: str = "127.0.0.1:50051",
+        local_hostname: str = "127.0.0.1",
+        metadata_server: str = "P2PHANDSHAKE",
+        protocol: str = "tcp",
+        devices: str = "",
+        segment_bytes: int = 1 << 30,
+        deadline_seconds: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        if "://" not in master and not re.fullmatch(r".+:[0-9]{1,5}", master):
+            raise ValueError(f"master is {master!r}; accepted are 'host:port' and an address with a scheme")
+        if segment_bytes < 0:
+            raise ValueError(f"segment_bytes is {segment_bytes}; it must not be negative")
+        if not deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds is {deadline_seconds}; it must be positive")
+        self._fingerprint = fingerprint
+        self._model = fingerprint.digest().hex()
+        self._address = master
+        self._deadline = deadline_seconds
+        self._mutex = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._reads, self._writes = Backoff(clock), Backoff(clock)
+        settings = MooncakeSettings(
+            master, local_hostname, metadata_server, protocol, devices, segment_bytes, deadline_seconds
+        )
+        self._client = MooncakeClient(settings, clock)
+        self._footers = memoryview(mmap.mmap(-1, _LANES * _CHUNK_PAGES * FOOTER_BYTES))
+        self._lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for lane in range(_LANES):
+            self._lanes.put(lane)
+        self._client.register(_address(self._footers), self._footers.nbytes)
+        self._client.wait_ready(deadline_seconds)
+
+    def register_mem_pool_host(self, pool: StoragePool, name: str = "kv") -> None:
+        """Make a host pool known and register its ``buffer`` with Mooncake; close the storage before the pool.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As :meth:`HiCacheStorage.register_mem_pool_host`; also where a pool with bytes has no ``buffer``.
+        """
+        self._check_open()
+        buffer = _buffer(pool)
+        super().register_mem_pool_host(pool, name)
+        if buffer is not None:
+            self._client.register(buffer.data_ptr(), buffer.nbytes)
+
+    def object_name(self, key: bytes, name: str = "kv") -> str:
+        """Name of the Mooncake object that keeps a key's page of pool ``name``, whether it exists or not."""
+        return self._name(self._pool(name), self._keys([key])[0])
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Wait for an attempt to reach the master, at most ``seconds``; tell whether it can be used.
+
+        While the storage pauses between attempts, the answer comes at once.
+        """
+        self._check_open()
+        return self._client.wait_ready(seconds)
+
+    def clear(self) -> None:
+        """Remove every page of this fingerprint; those of other models and ranks stay."""
+        self._check_open()
+        if self._client.ready():
+            try:
+                self._ask("remove_by_regex", f"^hicache/{self._model}/.*", True)
+            except MooncakeDownError as error:
+                self._lost("write_errors", error)
+
+    def stats(self) -> StorageStats:
+        """Return counters since the storage was opened; ``pages`` and ``bytes`` of a store that is shared are 0."""
+        with self._mutex:
+            backing_off = self._client.failing or self._reads.active or self._writes.active
+            return StorageStats(backing_off=backing_off, **self._counts)
+
+    def close(self) -> None:
+        """Leave the store, once no call is inside it. Idempotent."""
+        if not self._closed:
+            super().close()
+            self._client.close()
+
+    def _pool_digest(self, pool: StoragePool) -> bytes:
+        return self._fingerprint.pool_digest(pool.geometry)
+
+    def _name(self, pool: RegisteredPool, key: bytes) -> str:
+        return f"hicache/{self._model}/{key.hex()}/{pool.name}-{pool.digest.hex()}"
+
+    # Reading
+
+    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        if not keys or not self._usable(self._reads, len(keys)):
+            return [False] * len(keys)
+        try:
+            return self._exist([self._name(pool, key) for key in keys])
+        except MooncakeDownError as error:
+            self._lost("read_errors", error)
+            return [False] * len(keys)
+
+    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        loaded = [False] * len(keys)
+        if not self._usable(self._reads, len(keys)):
+            return loaded
+        try:
+            jobs = self._jobs(pool, keys, pages, [None] * len(keys))
+            there = self._exist([job.name for job in jobs])
+            found = [job for job, exists in zip(jobs, there, strict=True) if exists]
+            for chunk in _chunks(pool, found):
+                if self._reads.active:
+                    break
+                self._load_chunk(pool, chunk, loaded)
+        except MooncakeDownError as error:
+            self._lost("read_errors", error)
+        hits = sum(loaded)
+        self._count(hits=hits, misses=len(keys) - hits, bytes_read=hits * pool.page_bytes)
+        return loaded
+
+    def _load_chunk(self, pool: RegisteredPool, jobs: list[_Job], loaded: list[bool]) -> None:
+        bad = []
+        with self._moving(pool, jobs) as pages:
+            codes = self._move("batch_get_into_multi_buffers", jobs, pages)
+            for job, page, code in zip(jobs, pages, codes, strict=True):
+                outcome = self._outcome(pool, job, page, code)
+                if outcome is Outcome.HIT:
+                    loaded[job.position] = True
+                elif outcome is not Outcome.MISSING:
+                    self._count(**{outcome.value: 1})
+                    bad.append(job.name)
+        if bad:
+            logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)
+            self._ask("batch_remove", bad, True)
+        if any(loaded[job.position] for job in jobs) and self._reads.succeeded():
+            logger.info("Mooncake at %s: reading works again", self._address)
+
+    def _outcome(self, pool: RegisteredPool, job: _Job, page: _Page, code: int) -> Outcome:
+        expected = pool.page_bytes + FOOTER_BYTES
+        if code == expected:
+            return check_footer(bytes(page.footer), page.views, key=job.key, fingerprint=pool.digest)
+        if code in _ABSENT:
+            return Outcome.MISSING
+        if code >= 0 or code == _WRONG_SIZE or self._ask("get_size", job.name) not in (expected, *_ABSENT):
+            return Outcome.DAMAGED
+        self._count(read_errors=1)
+        self._failed(self._reads, "read", code)
+        return Outcome.MISSING
+
+    # Writing
+
+    def _store(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
+    ) -> list[bool]:
+        stored = [False] * len(keys)
+        if not self._usable(self._writes, len(keys)):
+            return stored
+        try:
+            jobs, heads = self._without_present(pool, self._jobs(pool, keys, pages, parents), stored)
+            for chunk in _chunks(pool, jobs):
+                if self._writes.active:
+                    self._count(skipped=len(chunk))
+                else:
+                    self._store_chunk(pool, chunk, heads, stored)
+        except MooncakeDownError as error:
+            self._lost("write_errors", error)
+        return stored
+
+    def _without_present(
+        self, pool: RegisteredPool, jobs: list[_Job], stored: list[bool]
+    ) -> tuple[list[_Job], set[bytes]]:
+        """Return the pages that are not there yet, and the keys that are, of pages and parents."""
+        own = {job.key for job in jobs}
+        parents = list({job.parent: None for job in jobs if job.parent is not None and job.parent not in own})
+        pools = list(self._pools.values())
+        names = [self._name(any_pool, parent) for parent in parents for any_pool in pools]
+        there = self._exist([job.name for job in jobs] + names)
+        of_parents = there[len(jobs) :]
+        heads = {parent for i, parent in enumerate(parents) if any(of_parents[i * len(pools) : (i + 1) * len(pools)])}
+        todo = []
+        for job, exists in zip(jobs, there, strict=False):
+            if exists:
+                stored[job.position] = True
+                heads.add(job.key)
+            else:
+                todo.append(job)
+        self._count(present=len(jobs) - len(todo))
+        return todo, heads
+
+    def _store_chunk(self, pool: RegisteredPool, jobs: list[_Job], heads: set[bytes], stored: list[bool]) -> None:
+        """Store pages of one chunk, mark them, and add their keys to ``heads``."""
+        coming: set[bytes | None] = {None, *heads}
+        todo = []
+        for job in jobs:
+            if job.parent in coming:
+                coming.add(job.key)
+                todo.append(job)
+        self._count(orphans=len(jobs) - len(todo))
+        if not todo:
+            return
+        with self._moving(pool, todo) as pages:
+            for job, page in zip(todo, pages, strict=True):
+                page.footer[:] = make_footer(page.views, key=job.key, parent=job.parent, fingerprint=pool.digest)
+            codes = self._move("batch_put_from_multi_buffers", todo, pages)
+        headless = []
+        for job, code in zip(todo, codes, strict=True):
+            if code != 0:
+                self._count(**{"no_room" if code in _NO_ROOM else "write_errors": 1})
+            elif job.parent is None or job.parent in heads:
+                heads.add(job.key)
+                stored[job.position] = True
+                self._count(stored=1, bytes_written=pool.page_bytes)
+            else:
+                headless.append(job.name)
+        failures = [code for code in codes if code != 0]
+        if failures:
+            self._failed(self._writes, "store", failures[0])
+        elif self._writes.succeeded():
+            logger.info("Mooncake at %s: storing works again", self._address)
+        if headless:
+            self._count(orphans=len(headless))
+            self._ask("batch_remove", headless, True)
+
+    # Moving
+
+    def _jobs(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: Sequence[bytes | None]
+    ) -> list[_Job]:
+        items = zip(keys, pages, parents, strict=True)
+        return [_Job(i, key, page, parent, self._name(pool, key)) for i, (key, page, parent) in enumerate(items)]
+
+    @contextlib.contextmanager
+    def _moving(self, pool: RegisteredPool, jobs: list[_Job]) -> Iterator[list[_Page]]:
+        """Memory of the jobs' pages, with room for their footers."""
+        try:
+            lane = self._lanes.get(timeout=self._deadline)
+        except queue.Empty:
+            raise MooncakeDownError(f"{_LANES} transfers hang") from None
+        try:
+            starts = range(lane * _CHUNK_PAGES * FOOTER_BYTES, len(self._footers), FOOTER_BYTES)
+            yield [
+                _Page(
+                    pool.pool.page_memory(job.page) if pool.page_bytes else (),
+                    self._footers[start : start + FOOTER_BYTES],
+                )
+                for job, start in zip(jobs, starts, strict=False)
+            ]
+        finally:
+            self._lanes.put(lane)
+
+    def _move(self, method: str, jobs: list[_Job], pages: list[_Page]) -> list[int]:
+        """Move pages and footers; a code for each: bytes read, 0 where written, or why not."""
+        pieces = [[*page.views, page.footer] for page in pages]
+        codes: list[int] = self._client.call(
+            method,
+            [job.name for job in jobs],
+            [[_address(piece) for piece in page] for page in pieces],
+            [[piece.nbytes for piece in page] for page in pieces],
+        )
+        _raise_if_down(codes)
+        return codes
+
+    # Master
+
+    def _usable(self, backoff: Backoff, pages: int) -> bool:
+        if self._client.ready() and not backoff.active:
+            return True
+        self._count(skipped=pages)
+        return False
+
+    def _exist(self, names: list[str]) -> list[bool]:
+        codes: list[int] = self._ask("batch_is_exist", names)
+        if any(code < 0 for code in codes):
+            raise MooncakeDownError(f"code {min(codes)}")
+        return [code == 1 for code in codes]
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        answer = self._client.call_in_time(method, *arguments)
+        _raise_if_down(answer if isinstance(answer, list) else [answer])
+        return answer
+
+    def _lost(self, counter: str, error: MooncakeDownError) -> None:
+        self._count(**{counter: 1})
+        self._client.lost(error)
+
+    def _failed(self, backoff: Backoff, what: str, code: int) -> None:
+        if backoff.failed():
+            why = "no room" if code in _NO_ROOM else f"code {code}"
+            logger.warning("Mooncake at %s: cannot %s (%s); going on and trying again", self._address, what, why)
+
+    def _count(self, **by: int) -> None:
+        with self._mutex:
+            self._counts.update(by)
+
+
+def _raise_if_down(codes: Sequence[int]) -> None:
+    down = [code for code in codes if code in _DOWN]
+    if down:
+        raise MooncakeDownError(f"code {down[0]}")
+
+
+def _chunks(pool: RegisteredPool, jobs: list[_Job]) -> Iterator[list[_Job]]:
+    step = max(1, min(_CHUNK_PAGES, _CHUNK_BYTES // (pool.page_bytes + FOOTER_BYTES)))
+    for start in range(0, len(jobs), step):
+        yield jobs[start : start + step]
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _buffer(pool: Any) -> torch.Tensor | None:
+    """Memory of a pool; None for one without bytes."""
+    if not hasattr(pool, "page_bytes") or not pool.page_bytes:
+        return None
+    if not isinstance(pool.buffer if hasattr(pool, "buffer") else None, torch.Tensor):
+        raise TypeError(f"pool is {type(pool).__name__}; it lacks buffer, a tensor of the memory to register")
+    buffer: torch.Tensor = pool.buffer
+    return buffer

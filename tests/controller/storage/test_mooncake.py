@@ -1,0 +1,568 @@
+"""MooncakeStorage against a real mooncake_master on loopback, with clients in other processes."""
+
+import ctypes
+import importlib.util
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import needs
+
+from hicache_controller.storage import Fingerprint, StorageBackendFactory, mooncake
+from hicache_controller.storage.mooncake import MooncakeStorage
+from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, NullPoolHost, PoolHitPolicy, PoolTransfer
+
+PROGRAM = Path(__file__).parent / "mooncake_program.py"
+
+
+@pytest.fixture(scope="module")
+def binary():
+    """Path of mooncake_master."""
+    for library in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1"):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            needs(False, f"{library} is not installed, which Mooncake needs")
+    found = importlib.util.find_spec("mooncake")
+    needs(found is not None, "a mooncake-transfer-engine wheel is not installed")
+    path = Path(found.submodule_search_locations[0]) / "mooncake_master"
+    needs(os.access(path, os.X_OK), f"{path} is not there or not executable")
+    return path
+
+
+class Master:
+    def __init__(self, binary):
+        self.binary = binary
+        with socket.socket() as rpc, socket.socket() as metrics:
+            rpc.bind(("127.0.0.1", 0))
+            metrics.bind(("127.0.0.1", 0))
+            self.port, self.metrics = rpc.getsockname()[1], metrics.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.process = None
+
+    def start(self):
+        ports = [f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics}"]
+        others = ["--metrics_host=127.0.0.1", "--rpc_thread_num=2", "--logtostderr"]
+        self.process = subprocess.Popen(
+            [self.binary, *ports, *others], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while True:
+            assert self.process.poll() is None, "mooncake_master ended"
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return self
+            except ConnectionRefusedError:
+                pass
+
+    def stop(self):
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def go_on(self):
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared_master(binary):
+    master = Master(binary).start()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def own_master(binary):
+    master = Master(binary)
+    yield master
+    master.kill()
+
+
+class Clock:
+    """Stands still, so that a pause lasts until the test ends it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def skip(self):
+        self.now += 1000
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def new_storage(fingerprint, clock, own_master):
+    """Makes storages that are closed before their master is killed."""
+    opened = []
+
+    def make(master, **options):
+        options = {"fingerprint": fingerprint, "segment_bytes": 16 << 20, "clock": clock} | options
+        opened.append(MooncakeStorage(master=master.address, **options))
+        return opened[-1]
+
+    yield make
+    for storage in opened:
+        storage.close()
+
+
+@pytest.fixture
+def fresh():
+    """A fingerprint nobody else has, so that tests can share a master."""
+    return Fingerprint("org/model", os.urandom(8).hex())
+
+
+@pytest.fixture(scope="module")
+def connection(shared_master):
+    """A connection that tests share, as leaving a store takes Mooncake a second or two."""
+    first = MooncakeStorage(
+        fingerprint=Fingerprint("org/model", "shared"), master=shared_master.address, segment_bytes=32 << 20
+    )
+    assert first.wait_ready(10)
+    close, first._client.close = first._client.close, lambda: None
+    yield first._client
+    close()
+
+
+@pytest.fixture
+def shared(monkeypatch, connection, shared_master):
+    """Makes storages on the shared connection."""
+    monkeypatch.setattr(mooncake, "MooncakeClient", lambda settings, clock: connection)
+    return lambda fingerprint: MooncakeStorage(fingerprint=fingerprint, master=shared_master.address)
+
+
+@pytest.fixture
+def storage(shared, fresh):
+    return shared(fresh)
+
+
+class Peer:
+    """A client in another process."""
+
+    def __init__(self, master, segment_bytes):
+        command = [sys.executable, str(PROGRAM), master.address, str(segment_bytes)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, command, keys):
+        self.process.stdin.write(" ".join([command, *(key.hex() for key in keys)]) + "\n")
+        self.process.stdin.flush()
+        return [character == "1" for character in self.process.stdout.readline().strip()]
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def new_peer():
+    peers = []
+
+    def make(master, segment_bytes):
+        peers.append(Peer(master, segment_bytes))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.kill()
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("mooncake_program", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def until(condition):
+    """Try until it holds; Mooncake's clients come back within a heartbeat, a second or so."""
+    gate = threading.Event()
+    for _ in range(600):
+        if condition():
+            return True
+        gate.wait(0.02)
+    return False
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_two_processes_exchange_pages_bit_for_bit(new_storage, new_peer, own_master, program, new_keys):
+    own_master.start()
+    peer = new_peer(own_master, 32 << 20)
+    pool = program.fake_pool()
+    storage = new_storage(own_master, fingerprint=program.FINGERPRINT, segment_bytes=0)
+    storage.register_mem_pool_host(pool)
+    theirs, ours = new_keys(8), new_keys(8)
+    assert peer.ask("set", theirs) == [True] * 8
+    assert storage.batch_exists(theirs) == 8
+    assert storage.batch_get(theirs, pool.slots(range(8, 16))) == [True] * 8
+    assert [pool.read(8 + i) for i in range(8)] == [program.content(key) for key in theirs]
+    for page, key in enumerate(ours):
+        program.fill(pool, page, program.content(key))
+    assert storage.batch_set(ours, pool.slots(range(8))) == [True] * 8
+    assert peer.ask("get", [*ours, theirs[0], os.urandom(16)]) == [True] * 9 + [False]
+
+    # All memory is the peer's: with it the pages go, whatever the master believes so far.
+    peer.kill()
+    assert storage.batch_get(ours, pool.slots(range(8))) == [False] * 8
+    stats = storage.stats()
+    assert (stats.read_errors, stats.misses, stats.backing_off) == (8, 8, True)
+    assert storage.batch_get(ours, pool.slots(range(8))) == [False] * 8
+    assert storage.stats().skipped == 8
+
+
+def test_pages_come_back_and_are_counted(storage, fake_pool, new_keys):
+    pool, keys = fake_pool(parts=4, pages=700), new_keys(300)  # more than one call takes
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(300))
+    assert storage.batch_set(keys, pool.slots(range(300)), parents=[None, *keys[:-1]]) == [True] * 300
+    assert storage.batch_exists([*keys, b"x"]) == 300
+    assert storage.batch_exists([b"x", *keys]) == 0
+    assert storage.batch_get([*keys, b"x"], pool.slots(range(350, 651))) == [True] * 300 + [False]
+    assert [pool.read(page) for page in range(350, 650)] == contents
+    pool.fill(range(300))
+    assert storage.batch_set(keys[:2], pool.slots([0, 1])) == [True] * 2
+    assert storage.batch_get(keys[:1], pool.slots([699])) == [True]
+    assert pool.read(699) == contents[0]
+    stats = storage.stats()
+    assert (stats.stored, stats.present, stats.hits, stats.misses) == (300, 2, 301, 1)
+    assert (stats.bytes_written, stats.bytes_read) == (300 * 1024, 301 * 1024)
+    assert not stats.backing_off
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_pages_of_a_real_pool_come_back_in_every_layout(storage, new_keys, layout):
+    layers = [torch.randint(0, 255, (64, 2, 8), dtype=torch.uint8) for _ in range(6)]
+    device = MHATokenToKVPool.from_buffers(k=layers[:3], v=layers[3:], page_size=4)
+    pool = MHATokenToKVPoolHost(device, 2.0, 0, 4, layout=layout, pin_memory=False)
+    storage.register_mem_pool_host(pool)
+    pool.buffer.random_(0, 255)
+    before = [pool.read_page(page) for page in range(5)]
+    keys, slots = new_keys(5), torch.arange(20)
+    assert storage.batch_set(keys, slots) == [True] * 5
+    assert storage.batch_get(keys, slots + 40) == [True] * 5
+    assert all(torch.equal(pool.read_page(10 + i), page) for i, page in enumerate(before))
+    storage.close()
+    pool.destroy()
+
+
+def test_several_pools_and_one_that_keeps_books(storage, fake_pool, new_keys):
+    anchor, state = NullPoolHost(8, 2), fake_pool(page_size=1, page_bytes=300)
+    storage.register_mem_pool_host(anchor)
+    storage.register_mem_pool_host(state, "mamba")
+    keys = new_keys(4)
+    (content,) = state.fill([7])
+    transfers = [
+        PoolTransfer("kv", host_indices=torch.arange(8), keys=keys),
+        PoolTransfer("mamba", host_indices=state.slots([7]), keys=keys[3:]),
+    ]
+    parents = dict(zip(keys, [None, *keys[:-1]], strict=True))
+    assert storage.batch_set_pools(transfers, parents=parents) == {"kv": [True] * 4, "mamba": [True]}
+    trailing = PoolTransfer("mamba", hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert storage.batch_exists_pools(keys, [trailing]) == 4
+    assert storage.batch_exists_pools(keys[:3], [trailing]) == 0
+    assert storage.batch_get(keys[3:], state.slots([0]), name="mamba") == [True]
+    assert state.read(0) == content
+
+
+def test_bytes_of_another_model_or_format_are_a_miss(shared, fake_pool, new_keys, fresh, fingerprint):
+    keys = new_keys(3)
+    mine = shared(fresh)
+    pool = fake_pool()
+    mine.register_mem_pool_host(pool)
+    assert all(mine.batch_set(keys, pool.slots(range(3))))
+    other_model, other_format = shared(fingerprint), shared(fresh)
+    other_model.register_mem_pool_host(pool)
+    other_pool = fake_pool(layout="layer_first")
+    other_format.register_mem_pool_host(other_pool)
+    for storage, target in ((other_model, pool), (other_format, other_pool)):
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get(keys, target.slots(range(10, 13))) == [False] * 3
+    other_model.clear()
+    assert mine.batch_exists(keys) == 3
+    mine.clear()
+    assert mine.batch_exists(keys) == 0
+
+
+def flipped(data):
+    at = int.from_bytes(os.urandom(8), "little") % (8 * (len(data) - 120))
+    at += 8 * 120 if at >= 8 * 1024 else 0  # not in the footer's first fields, which say what else may be wrong
+    return data[: at // 8] + bytes([data[at // 8] ^ 1 << at % 8]) + data[at // 8 + 1 :]
+
+
+def of_version_0(data):
+    return data[:1032] + bytes(4) + data[1036:]
+
+
+@pytest.mark.parametrize(
+    ("change", "counter"),
+    [
+        (flipped, "damaged"),
+        (lambda data: data[:-1], "damaged"),
+        (lambda data: data[:500], "damaged"),
+        (lambda data: data + b"x", "damaged"),
+        (lambda data: os.urandom(len(data)), "damaged"),
+        (of_version_0, "old_format"),
+        (None, "foreign"),
+    ],
+    ids=["flipped", "a byte less", "half", "a byte more", "noise", "older", "of another key"],
+)
+def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again(
+    storage, fake_pool, new_keys, change, counter
+):
+    pool, keys = fake_pool(parts=2), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(3))
+    assert all(storage.batch_set(keys, pool.slots(range(3))))
+    names = [storage.object_name(key) for key in keys]
+    good = storage._client.call("get", names[1])
+    wrong = storage._client.call("get", names[0]) if change is None else change(good)
+    assert storage._client.call("remove", names[1], True) == 0
+    assert storage._client.call("put", names[1], wrong) == 0
+    assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True, False, True]
+    assert [pool.read(10), pool.read(12)] == [contents[0], contents[2]]
+    stats = storage.stats()
+    assert (getattr(stats, counter), stats.misses, stats.read_errors) == (1, 1, 0)
+    assert storage.batch_exists(keys) == 1
+    assert storage.batch_set(keys, pool.slots(range(3))) == [True] * 3
+    assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True] * 3
+    assert pool.read(11) == contents[1]
+
+
+def test_a_page_without_its_head_is_refused(storage, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(4)
+    storage.register_mem_pool_host(pool)
+    parents = [None, *keys[:-1]]
+    assert storage.batch_set(keys[1:], pool.slots(range(3)), parents=parents[1:]) == [False] * 3
+    assert storage.stats().orphans == 3
+    assert storage.batch_exists(keys[1:2]) == 0
+    assert storage.batch_set(keys[:1], pool.slots([0]), parents=[None]) == [True]
+    assert storage.batch_set(keys[1:], pool.slots(range(3)), parents=parents[1:]) == [True] * 3
+
+
+def test_a_page_whose_head_could_not_be_stored_goes_again(storage, fake_pool, new_keys, monkeypatch):
+    pool, keys = fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    call = storage._client.call
+
+    def without_the_first(method, *arguments):
+        codes = call(method, *arguments)
+        if method == "batch_put_from_multi_buffers":
+            call("remove", arguments[0][0], True)
+            return [-800, *codes[1:]]
+        return codes
+
+    monkeypatch.setattr(storage._client, "call", without_the_first)
+    assert storage.batch_set(keys, pool.slots(range(3)), parents=[None, *keys[:-1]]) == [False] * 3
+    monkeypatch.undo()
+    assert [storage.batch_exists([key]) for key in keys] == [0, 0, 0]
+    stats = storage.stats()
+    assert (stats.write_errors, stats.orphans, stats.stored) == (1, 2, 0)
+
+
+def test_a_master_that_is_down_at_the_start_is_found_later(new_storage, own_master, fake_pool, new_keys, clock, caplog):
+    storage, pool, keys = new_storage(own_master), fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    for _ in range(3):
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_get(keys, pool.slots(range(3))) == [False] * 3
+        assert storage.batch_set(keys, pool.slots(range(3))) == [False] * 3
+        storage.clear()
+    assert (storage.stats().skipped, storage.stats().backing_off) == (27, True)
+    clock.skip()
+    assert not storage.wait_ready(10)
+    assert len(warnings(caplog)) == 1
+    own_master.start()
+    assert not storage.wait_ready(10)  # it is too early to try again
+    clock.skip()
+    assert storage.wait_ready(10)
+    contents = pool.fill(range(3))
+    assert storage.batch_set(keys, pool.slots(range(3))) == [True] * 3
+    assert storage.batch_get(keys, pool.slots(range(9, 12))) == [True] * 3
+    assert [pool.read(9 + i) for i in range(3)] == contents
+    assert not storage.stats().backing_off
+
+
+def test_a_master_killed_in_the_middle_is_picked_up_again(new_storage, own_master, fake_pool, new_keys, clock, caplog):
+    own_master.start()
+    storage, pool, keys = new_storage(own_master), fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    slots = pool.slots(range(3))
+    calls = [
+        lambda: storage.batch_exists(keys) == 0,
+        lambda: storage.batch_get(keys, slots) == [False] * 3,
+        lambda: storage.batch_set(keys, slots) == [False] * 3,
+    ]
+
+    def stores():
+        clock.skip()  # the store has no memory until its clients have told the new master of theirs
+        return storage.batch_set(keys, slots) == [True] * 3
+
+    for number, call in enumerate(calls, 1):
+        assert until(stores)
+        before = storage.stats()
+        caplog.clear()
+        own_master.kill()
+        assert call()
+        after = storage.stats()
+        assert after.skipped == before.skipped
+        assert after.read_errors + after.write_errors == before.read_errors + before.write_errors + 1
+        assert all(again() for again in calls * 5)
+        assert storage.stats().skipped == before.skipped + 45  # nobody was asked
+        assert storage.stats().backing_off
+        clock.skip()
+        assert not storage.wait_ready(10)
+        assert all(again() for again in calls)
+        assert len(warnings(caplog)) == 1, number
+        own_master.start()
+        clock.skip()
+        assert storage.wait_ready(10)
+        assert until(stores)
+        contents = pool.fill(range(3))
+        storage.clear()
+        assert storage.batch_set(keys, slots) == [True] * 3
+        assert storage.batch_get(keys, pool.slots(range(9, 12))) == [True] * 3
+        assert [pool.read(9 + i) for i in range(3)] == contents
+
+
+def test_a_master_that_hangs_costs_one_deadline(new_storage, own_master, fake_pool, new_keys, clock, caplog):
+    own_master.start()
+    storage, pool, keys = new_storage(own_master, deadline_seconds=0.3), fake_pool(), new_keys(2)
+    storage.register_mem_pool_host(pool)
+    assert storage.batch_set(keys, pool.slots(range(2))) == [True] * 2
+    own_master.stop()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_get(keys, pool.slots(range(2))) == [False] * 2
+    assert (storage.stats().read_errors, storage.stats().skipped) == (1, 2)
+    clock.skip()
+    assert not storage.wait_ready(10)
+    late = new_storage(own_master, deadline_seconds=0.3)  # neither does it hang
+    assert not late.wait_ready(10)
+    assert len(warnings(caplog)) == 2  # one each
+    own_master.go_on()
+    clock.skip()
+    assert storage.wait_ready(10)
+    assert late.wait_ready(10)
+    assert storage.batch_exists(keys) == 2
+
+
+def test_a_full_store_takes_what_fits_and_goes_on(new_storage, own_master, fake_pool, clock, caplog):
+    own_master.start()
+    storage = new_storage(own_master, segment_bytes=16 << 20)
+    pool = fake_pool(pages=8, page_size=1, page_bytes=1 << 20)
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(8))
+    slots, stored, refused = pool.slots(range(8)), [], []
+    for number in itertools.count():
+        keys = [bytes([number, page]) for page in range(8)]
+        done = storage.batch_set(keys, slots, parents=[None, *keys[:-1]])
+        stored += [(key, page) for page, key in enumerate(keys) if done[page]]
+        refused += [key for page, key in enumerate(keys) if not done[page]]
+        assert sorted(done, reverse=True) == done
+        if refused:
+            break
+    stats = storage.stats()
+    assert 8 <= len(stored) < 16
+    assert stats.no_room >= 1
+    assert stats.stored == len(stored)
+    assert (stats.skipped, stats.backing_off) == (0, True)
+    assert storage.batch_set(refused, pool.slots(range(len(refused)))) == [False] * len(refused)
+    assert storage.stats().skipped == len(refused)  # nobody was asked
+    assert len(warnings(caplog)) == 1
+    for key, page in stored:  # reading goes on
+        if storage.batch_get([key], pool.slots([7])) == [True]:
+            assert pool.read(7) == contents[page]
+    storage.clear()
+    clock.skip()
+    assert until(lambda: storage.batch_set([b"new"], pool.slots([0])) == [True])
+    assert not storage.stats().backing_off
+
+
+def test_threads_store_and_load_at_once(storage, fake_pool, new_keys):
+    pool = fake_pool(pages=96, page_bytes=4096)
+    storage.register_mem_pool_host(pool)
+    contents, wrong = pool.fill(range(48)), []
+
+    def work(lane):
+        own = range(lane * 4, lane * 4 + 4)
+        for _ in range(10):
+            keys = new_keys(4)
+            stored = storage.batch_set(keys, pool.slots(own), parents=[None, *keys[:-1]])
+            loaded = storage.batch_get(keys, pool.slots(page + 48 for page in own))
+            same = [pool.read(page + 48) for page in own] == contents[own.start : own.stop]
+            if not (all(stored) and all(loaded) and same):
+                wrong.append((stored, loaded, same))
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_wrong_arguments_say_so(binary, storage, fake_pool, fresh):
+    for options, message in [
+        ({"master": "somewhere"}, "master is 'somewhere'"),
+        ({"segment_bytes": -1}, "segment_bytes is -1"),
+        ({"deadline_seconds": 0}, "deadline_seconds is 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            StorageBackendFactory.create("mooncake", fingerprint=fresh, **options)
+    pool = fake_pool()
+    del pool.buffer
+    with pytest.raises(TypeError, match="lacks buffer"):
+        storage.register_mem_pool_host(pool)
+    with pytest.raises(KeyError, match="registered pools: none"):
+        storage.batch_exists([b"k"])
+
+
+def test_a_closed_storage_has_left_and_says_so(new_storage, shared_master, fake_pool):
+    storage, pool = new_storage(shared_master), fake_pool()
+    storage.register_mem_pool_host(pool)
+    inner, left = storage._client._store, []
+
+    class Watched:
+        def unregister_buffer(self, address):
+            left.append(address)
+            return inner.unregister_buffer(address)
+
+        def close(self):
+            left.append("closed")
+            return inner.close()
+
+    storage._client._store = Watched()
+    storage.close()
+    storage.close()
+    assert pool.buffer.data_ptr() in left
+    assert len(left) == 3
+    assert left[-1] == "closed"
+    with pytest.raises(RuntimeError, match="closed"):
+        storage.batch_exists([b"k"])
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch, fresh):
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(ImportError, match=r"hicache-controller\[mooncake\]"):
+        MooncakeStorage(fingerprint=fresh)
