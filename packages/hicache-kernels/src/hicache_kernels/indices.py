@@ -22,6 +22,10 @@ def _content(indices: torch.Tensor) -> torch.Tensor | None:
     return indices.clone() if indices.device.type == "cpu" else None
 
 
+def _same(kept: torch.Tensor | None, given: torch.Tensor) -> bool:
+    return kept is None or torch.equal(kept, given if given.dtype is kept.dtype else given.to(kept.dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class OperationIndices:
     """Indices of one operation, valid for work on one stream.
@@ -58,9 +62,7 @@ class OperationIndices:
         if self.host is not host or self.device is not device or self.stream != stream:
             return False
         kept_host, kept_device = self.contents
-        return (kept_host is None or torch.equal(kept_host, host)) and (
-            kept_device is None or torch.equal(kept_device, device)
-        )
+        return _same(kept_host, host) and _same(kept_device, device)
 
 
 class IndexReader:
@@ -162,12 +164,18 @@ class IndexReader:
         if runs < 0:
             return self._read_checked(host, device, stream)  # finds the fault and raises
         host_slots, device_slots = None, device
+        contents: tuple[torch.Tensor | None, torch.Tensor | None]
         if upload and count:
             host_slots, device_slots = packed.to(self._device, non_blocking=True).unbind()
+            contents = packed[0], packed[1]
+        elif self._page_size == 1:
+            contents = pages, _content(device)
+        else:
+            contents = _content(host), _content(device)
         return OperationIndices(
             host,
             device,
-            (_content(host), _content(device)),
+            contents,
             stream,
             pages,
             pages.numel(),

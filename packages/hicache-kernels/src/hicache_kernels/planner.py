@@ -250,7 +250,7 @@ FLAT_RUN_PAGES = 64
 """Runs of fewer rows and at least this wide go row by row in batches (``csrc/staged/gpu_backend.h``)."""
 MOST_LAYERS_EACH = 16
 """Layers that a copy of a load takes at most: the later ones of them wait for all."""
-LOAD_BUFFERS = 2
+LOAD_BUFFERS = 3
 """Buffers that the staging memory of loads makes (``staging.py``)."""
 LEAST_CHUNK_PAGES = 16
 """Pages that a staging buffer should still take of so many layers."""
@@ -376,7 +376,8 @@ def plan_write_back(
         paths demand that path.
     block_quota
         Most CTAs a direct transfer may hold; 0 forbids the direct path, None takes the measured trade of
-        bandwidth and SMs.
+        bandwidth and SMs. The quota is for transfers that hold SMs while bytes cross the bus: the staged path's
+        re-layout kernels, which use all SMs for some microseconds a chunk, are not under it.
     staging_bytes
         Budget of the staging ring.
 

@@ -27,7 +27,7 @@ DEFAULT_CHUNK_BYTES = {
     ("cpu", Direction.WRITE_BACK): 1 << 20,
     ("cpu", Direction.LOAD): 1 << 20,
     ("cuda", Direction.WRITE_BACK): 32 << 20,
-    ("cuda", Direction.LOAD): 32 << 20,
+    ("cuda", Direction.LOAD): 21 << 20,
 }
 """Largest staging buffer: what is copied while the one before is laid out, or emptied. Every copy costs the engine some
 microseconds on top of its bytes, so few large ones are best."""
