@@ -407,3 +407,33 @@ def test_a_ring_of_another_device_is_refused(pools):
     ring.device = torch.device("cuda", 1)
     with pytest.raises(ValueError, match="ring lies on cuda:1; it must lie on cpu"):
         PlaneTransfer(pool.planes, ring=ring)
+
+
+@pytest.mark.parametrize("elements", [(64,), (64, 32)])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_the_planner_is_told_the_layout_that_the_strides_have(pools, layout, page_size, layers, elements):
+    pool = pools.random_pool(layout, elements, layers=layers, pages=7, page_size=page_size)
+    found = PlaneTransfer(pool.planes)._layout
+    if layout is HostLayout.PAGE_FIRST and page_size == 1:
+        assert found is HostLayout.PAGE_FIRST_DIRECT  # the same bytes in the same places
+    elif layers == 1 and layout is HostLayout.PAGE_FIRST:
+        assert found in (HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
+    else:
+        assert found is layout
+
+
+def test_operations_of_one_shape_are_planned_once(pools, monkeypatch):
+    pool = pools.random_pool("page_first", (64,), pages=8, page_size=2)
+    transfer = PlaneTransfer(pool.planes)
+    planned = []
+    plan_anew = transfer._plan_anew
+    monkeypatch.setattr(transfer, "_plan_anew", lambda *given: planned.append(given) or plan_anew(*given))
+    for pages in ([0, 1], [4, 5], [2, 3]):
+        transfer.write_back(pool.slots(pages), pool.slots(pages))
+    assert len(planned) == 1
+    transfer.write_back(pool.slots([1, 4]), pool.slots([1, 4]))
+    transfer.write_back(pool.slots([0, 1]), pool.slots([0, 1]), policy="direct")
+    transfer.load(pool.slots([0, 1]), pool.slots([0, 1]))
+    assert len(planned) == 4

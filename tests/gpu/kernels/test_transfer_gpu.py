@@ -163,6 +163,24 @@ def test_copies_of_several_layers_fill_every_row(pools, gpu, layout, most):
 
 
 @pytest.mark.parametrize("policy", PATHS)
+@pytest.mark.parametrize("to_device", [False, True])
+def test_an_operation_of_a_new_shape_does_not_wait_for_the_stream(pools, gpu, policy, to_device):
+    pool = pools.random_pool("page_first_direct", (2048, 2048), layers=8, pages=64, page_size=2, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy=policy, ring=StagingRing(gpu, budget_bytes=64 << 20))
+    call = transfer.load if to_device else transfer.write_back
+    call(pool.slots(torch.arange(1)), pool.slots(torch.arange(1)))
+    wait()
+    host, device = pool.slots(torch.arange(60)), pool.slots(torch.randperm(64)[:60])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)
+        held = stream.record_event()
+        call(host, device, **({"layer_events": True} if to_device else {}))
+        assert not held.query()
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("policy", PATHS)
 def test_large_operation_with_the_shared_ring(pools, gpu, policy):
     pool = pools.random_pool("page_first_direct", (1024, 1024), layers=24, pages=120, page_size=16, device=gpu)
     transfer = PlaneTransfer(pool.planes)

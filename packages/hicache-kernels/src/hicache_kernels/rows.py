@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +144,23 @@ def walk(side: OtherSide, page_size: int) -> int:
     return 0 if side.page == page_size * side.slot else page_size
 
 
+@functools.cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    # Of high priority, as those come from a pool of their own: nobody's work is on it by chance.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy to the device, for kernels of any stream, without waiting for what the current stream holds."""
+    if device.type == "cpu":
+        return table
+    stream = _upload_stream(device)
+    with torch.cuda.stream(stream):
+        uploaded = table.pin_memory().to(device, non_blocking=True)
+    stream.synchronize()
+    return uploaded
+
+
 def build_tables(
     planes: Sequence[Plane], sides: Sequence[OtherSide], *, layered: bool, inner: int | None = None
 ) -> RowTables:
@@ -194,7 +212,7 @@ def build_tables(
         counts.append(len(device_bases) // layers)
         starts.append((len(table), len(table) + len(device_bases)))
         table += device_bases + other_bases
-    uploaded = torch.tensor(table, dtype=torch.int64).to(planes[0].device.device)
+    uploaded = _upload(torch.tensor(table, dtype=torch.int64), planes[0].device.device)
     address = uploaded.data_ptr()
     keys = list(members)
     return RowTables(
