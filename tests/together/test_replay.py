@@ -196,6 +196,8 @@ def test_sizes_that_cannot_hold_one_request_are_refused(chats: list[TraceRequest
     ("line", "fault"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('{"timestamp": 0, "input_length": ' + "9" * 5_000 + "}", "not JSON"),
         ("[]", "a list where an object is expected"),
         ('{"timestamp": 0, "input_length": 5, "output_length": 1}', "no field 'hash_ids'"),
         ('{"timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": []}', "input_length is -5"),
@@ -227,6 +229,15 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
         (["--row-bytes", "6"], "a multiple of 4 is expected"),
         (["--pool", "abc"], "one of mha, mla"),
         (["--l1-pages", "many"], "--l1-pages is 'many'"),
+        (["--l1-pages", "10000000"], "host memory"),
+        (["--l1-pages", "9" * 20], "accepted is 1 to"),
+        (["--layers", "9" * 11], "accepted is 1 to"),
+        (["--json", "/proc/figures.json"], "--json is /proc/figures.json"),
+        (["--json", "."], "--json is ."),
+        (["--plot", "picture.foo"], "one of .png"),
+        (["--l3-dir", "/tmp", "--l3-bytes", "0"], "nothing would be stored there"),
+        (["--l3-dir", "/usr"], "holds other files and no storage"),
+        (["/dev/zero"], "not a file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], fault: str) -> None:
@@ -236,7 +247,25 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], fault: str)
     assert len(run.stderr.strip().splitlines()) == 1, run.stderr
 
 
-def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path) -> None:
+def test_trace_of_requests_shorter_than_a_block_has_nothing_to_cache(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [TraceRequest(0, 400, 1, (0,))])
+    run = hicache("replay", trace)
+    assert run.exit_code == 0, run.stderr
+
+
+def test_trace_is_not_overwritten_by_its_figures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, make_trace(2))
+    before = trace.read_bytes()
+    run = hicache("replay", trace, "--json", trace)
+    assert run.exit_code == 2
+    assert "that is the trace" in run.stderr
+    assert trace.read_bytes() == before
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path, ending: signal.Signals) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, make_trace(2_000, seed=7))
     storage = tmp_path / "l3"
@@ -253,7 +282,7 @@ def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path) -
     process.stdout.readline()  # the set-up line: the replay is about to start
     while process.poll() is None and not any(path.is_file() for path in storage.rglob("*")):
         pass
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     again = hicache(*arguments[:2], "--requests", "50", *arguments[2:])

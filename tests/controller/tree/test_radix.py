@@ -233,3 +233,42 @@ def test_load_back_never_evicts_the_device_part_of_its_own_prefix(replay: Replay
     replay.rows.verify(keys_of((1, 2, 3, 4)), cache.device_page_numbers(match))
     cache.release(match)
     cache.release(held)
+
+
+def test_match_that_was_replaced_or_released_is_refused_and_changes_nothing(replay: Replay) -> None:
+    cache = replay.cache
+    match = cache.match_prefix(keys_of((1, 2)))
+    pages = cache.alloc_device(2)
+    assert pages is not None
+    longer = cache.insert(match, pages).match
+    for misuse in (
+        lambda: cache.insert(match, pages),
+        lambda: cache.release(match),
+        lambda: cache.load_back(match),
+        lambda: cache.prefetch(match),
+    ):
+        with pytest.raises(ValueError, match="match was released, or another one replaced it"):
+            misuse()
+    assert cache.device_page_numbers(longer).tolist() == pages.tolist()
+    cache.release(longer)
+    with pytest.raises(ValueError, match="match was released"):
+        cache.release(longer)
+    cache.check_integrity()
+    cache.drain()
+    assert cache.stats().device_pages == 2 == 8 - cache.device_allocator.available_pages
+
+
+@pytest.mark.parametrize(
+    ("pages", "fault"),
+    [([900, 901], "from 900 to 901"), ([-1, 0], "from -1 to 0"), ([5, 5], "a page twice"), ([0.5, 1], "type")],
+)
+def test_pages_that_are_none_of_the_pool_are_refused_and_change_nothing(
+    replay: Replay, pages: list[float], fault: str
+) -> None:
+    cache = replay.cache
+    match = cache.match_prefix(keys_of((1, 2)))
+    with pytest.raises(ValueError, match=fault):
+        cache.insert(match, pages)  # type: ignore[arg-type]
+    cache.release(match)
+    assert cache.match_prefix(keys_of((1, 2))).pages == 0
+    assert cache.stats() == (0, 0, 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -25,6 +28,7 @@ app.add_typer(trace_app, name="trace")
 BAD_INPUT = 2
 WRONG_BYTES = 1
 INTERRUPTED = 130
+PICTURES = (".png", ".pdf", ".svg")
 
 _output = Console()
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -56,6 +60,19 @@ def _pages(text: str, option: str, all_pages: int) -> int:
     return value
 
 
+def _check_output(path: Path, option: str, trace: Path | None) -> None:
+    """Stop now rather than after the replay where a file cannot be written."""
+    try:
+        if trace is not None and path.exists() and path.samefile(trace):
+            _stop(f"{option} is {path}; that is the trace")
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        _stop(f"{option} is {path}: {error.strerror or error}")
+
+
 def _load_requests(trace: Path | None, limit: int | None) -> list[TraceRequest]:
     if limit is not None and limit <= 0:
         _stop(f"--requests is {limit}; it must be positive")
@@ -79,8 +96,8 @@ def replay(
     row_bytes: Annotated[int, typer.Option(help="Bytes one layer keeps for one token in one component.")] = 64,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     block_tokens: Annotated[int, typer.Option(help="Tokens a block of the trace stands for.")] = 512,
-    l1_pages: Annotated[str, typer.Option(help="Device pages, or percent of the trace's distinct pages.")] = "",
-    l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct pages.")] = "",
+    l1_pages: Annotated[str, typer.Option(help="Device pages, or percent of the trace's distinct ones [10%].")] = "",
+    l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct ones [25%].")] = "",
     l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
     l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
     storage: Annotated[str, typer.Option(help="file, or memory for one that ends with the process.")] = "file",
@@ -94,10 +111,20 @@ def replay(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the hits by tier into this picture.")] = None,
 ) -> None:
-    """Replay a request trace against the real cache and check every loaded byte."""
+    """Replay a request trace against the real cache and check every loaded byte.
+
+    Complete blocks of 512 tokens count; what is left of a request behind them is not cached. By default L1 and L2 hold
+    at least the largest request.
+    """
     for path, option in ((json_file, "--json"), (plot, "--plot")):
-        if path is not None and not path.absolute().parent.is_dir():
-            _stop(f"{option} is {path}; its directory does not exist")
+        if path is not None:
+            _check_output(path, option, trace)
+    if plot is not None and plot.suffix not in PICTURES:
+        _stop(f"--plot is {plot}; a name that ends with one of {', '.join(PICTURES)} is expected")
+    if l3_dir is not None and not l3_dir.name:
+        _stop(f"--l3-dir is {str(l3_dir)!r}; the name of a directory is expected")
+    if l3_dir is not None and (l3_bytes == 0 or not data or storage != "file"):
+        _stop("--l3-dir needs --data, --storage file and an --l3-bytes that is not 0; nothing would be stored there")
     loaded = _load_requests(trace, requests)
     distinct = len({block for request in loaded for block in request.blocks})
     largest = max(len(request.blocks) for request in loaded)
@@ -114,12 +141,12 @@ def replay(
         l1_pages=(
             _pages(l1_pages, "--l1-pages", distinct * per_block)
             if l1_pages
-            else max(distinct // 10, largest) * per_block
+            else max(distinct // 10, largest, 1) * per_block
         ),
         l2_pages=(
             _pages(l2_pages, "--l2-pages", distinct * per_block)
             if l2_pages
-            else max(distinct // 4, largest) * per_block
+            else max(distinct // 4, largest, 1) * per_block
         ),
         l3_bytes=l3_bytes,
         l3_dir=l3_dir,
@@ -129,7 +156,7 @@ def replay(
         prefetch_policy=prefetch_policy,
     )
     try:
-        with Replay(loaded, options) as running:
+        with _ended_like_interrupted(), Replay(loaded, options) as running:
             _output.print(reports.setup_line(running, trace), highlight=False)
             _run(running)
             result = running.report
@@ -140,12 +167,23 @@ def replay(
     except OSError as error:
         _stop(f"{error.filename or l3_dir}: {error.strerror or error}")
     except KeyboardInterrupt:
-        _stop("interrupted; the storage directory stays usable", INTERRUPTED)
+        kept = "" if l3_dir is None else f"; {l3_dir} stays usable"
+        _stop(f"interrupted{kept}", INTERRUPTED)
     _output.print(reports.table(result, options))
     if json_file is not None:
         json_file.write_text(json.dumps(reports.as_json(result, options), indent=2) + "\n")
     if plot is not None:
         reports.plot(result, options, plot)
+
+
+@contextlib.contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM end the run in order, as Ctrl-C does: a temporary storage must not stay behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(running: Replay) -> None:
@@ -201,7 +239,7 @@ def info(
             row_bytes=row_bytes,
             page_size=page_size,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, MemoryError) as error:
         _stop(str(error).splitlines()[0])
 
 

@@ -25,6 +25,7 @@ from hicache_pools import (
     PoolEntry,
     PoolName,
 )
+from hicache_pools.memory_budget import HostMemoryBudget
 
 from . import payload
 from .controller import HiCacheController
@@ -41,6 +42,15 @@ POOLS = ("mha", "mla")
 STORAGES = ("file", "memory")
 
 _SCHEDULER_STEP_SECONDS = 0.001
+
+_LARGEST = {
+    "layers": 4096,
+    "row_bytes": 1 << 20,
+    "page_size": 1 << 20,
+    "block_tokens": 1 << 30,
+    "l1_pages": (1 << 31) - 1,
+    "l2_pages": (1 << 31) - 1,
+}
 
 # Bytes of rows made at a time on a CPU: what stays in its caches.
 _CPU_CHUNK_BYTES = 256 << 10
@@ -102,10 +112,10 @@ class ReplayOptions:
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
         """Raise ReplayError for the first option that cannot work with these requests."""
-        for name in ("layers", "row_bytes", "page_size", "block_tokens", "l1_pages", "l2_pages"):
+        for name in _LARGEST:
             value = getattr(self, name)
-            if value <= 0:
-                raise ReplayError(f"{name} is {value}; it must be positive")
+            if not 0 < value <= _LARGEST[name]:
+                raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST[name]}")
         for name, accepted in (("pool", POOLS), ("storage", STORAGES)):
             if getattr(self, name) not in accepted:
                 raise ReplayError(f"{name} is {getattr(self, name)!r}; one of {', '.join(accepted)} is expected")
@@ -119,12 +129,23 @@ class ReplayOptions:
             raise ReplayError(f"block_tokens is {self.block_tokens}, no multiple of page_size {self.page_size}")
         if self.l3_bytes is not None and self.l3_bytes < 0:
             raise ReplayError(f"l3_bytes is {self.l3_bytes}; 0 (no storage) or more is expected")
+        if self.data:
+            pages = self.l2_pages + (self.l1_pages if self.device == "cpu" else 0)
+            try:
+                HostMemoryBudget().check(pages * self.page_bytes)
+            except MemoryError as error:
+                raise ReplayError(str(error)) from None
         largest = max(len(request.blocks) for request in requests) * self.pages_per_block
         for name, tier in (("l1_pages", "device"), ("l2_pages", "host")):
             if getattr(self, name) < largest:
                 raise ReplayError(
                     f"{name} is {getattr(self, name)}; the largest request of the trace needs {largest} {tier} pages"
                 )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, all layers and components."""
+        return self.page_size * self.row_bytes * self.layers * self.components
 
     @property
     def pages_per_block(self) -> int:
@@ -271,13 +292,17 @@ class Replay:
         self.report = ReplayReport(
             paths={name: PathCounts() for name in ("L1 to L2", "L2 to L1", "L2 to L3", "L3 to L2")}
         )
-        self.rows = Rows(options) if options.data else None
         self._offsets = np.arange(options.block_tokens, dtype=np.int64)
         # Without rows a page's tokens need no slots of their own; one slot stands for the page.
         self._slots_per_page = options.page_size if options.data else 1
         self._own_directory: Path | None = None
         # Storage first: an unusable directory must not cost the allocation of the pools.
         self.storage = self._open_storage()
+        try:
+            self.rows = Rows(options) if options.data else None
+        except RuntimeError as error:  # the device has no memory for them
+            self._close_storage()
+            raise ReplayError(f"l1_pages is {options.l1_pages}: {str(error).splitlines()[0]}") from None
         device_allocator = ExtentAllocator(options.l1_pages, self._slots_per_page)
         device_pool = self._describe_device_pool()
         self.host_pool = self._make_host_pool(device_pool)
@@ -387,9 +412,12 @@ class Replay:
     def close(self) -> None:
         """Drain the transfers, close the storage, free the pools; idempotent."""
         self.controller.shutdown()
+        self._close_storage()
+        self.host_pool.destroy()
+
+    def _close_storage(self) -> None:
         if self.storage is not None:
             self.storage.close()
-        self.host_pool.destroy()
         if self._own_directory is not None:
             shutil.rmtree(self._own_directory, ignore_errors=True)
 

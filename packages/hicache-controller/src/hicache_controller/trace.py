@@ -62,7 +62,9 @@ def parse_request(text: str) -> TraceRequest:
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"not JSON (column {error.colno}: {error.msg})") from None
+    except (RecursionError, ValueError):
+        raise ValueError("not JSON of a sensible depth and of sensible numbers") from None
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where an object is expected")
     for field in _FIELDS:
@@ -96,6 +98,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     OSError
         Where the file cannot be read.
     """
+    if path.exists() and not (path.is_file() or path.is_fifo()):
+        raise TraceError(f"{path}: not a file")
     requests: list[TraceRequest] = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):

@@ -9,6 +9,7 @@ storing (shared) against evicting (exclusive), among threads and processes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -47,7 +48,7 @@ class StorageDirectory:
     Raises
     ------
     OSError
-        Where the directory cannot be created or written.
+        Where the directory cannot be created or written, or holds other files and no storage.
     """
 
     def __init__(self, root: str) -> None:
@@ -56,6 +57,8 @@ class StorageDirectory:
         self._writers = os.path.join(root, "writers")
         self._lock_path = os.path.join(root, "lock")
         self._gate_path = os.path.join(root, "gate")
+        if os.path.isdir(root) and not os.path.isdir(self._pages) and os.listdir(root):
+            raise OSError(errno.ENOTEMPTY, "holds other files and no storage", root)
         for directory in (root, self._writers, self._pages, *(self._shard(i) for i in range(256))):
             os.makedirs(directory, mode=0o700, exist_ok=True)
         self._count = itertools.count()

@@ -224,8 +224,11 @@ class UnifiedRadixCache(TreeLoads):
         Raises
         ------
         ValueError
-            Where the match is not on the device, or counts do not fit. Nothing was changed.
+            Where the match was released or replaced before, or is not on the device, pages are not ones of the device
+            pool, each once, or counts do not fit. Nothing was changed.
         """
+        self._check_pinned(match)
+        pages = self._checked_pages("pages", pages, self.device_allocator.page_num)
         windows = windows or {}
         count = self._count_to_publish(match, pages, count, computed_tokens)
         for name, given in windows.items():
@@ -272,6 +275,19 @@ class UnifiedRadixCache(TreeLoads):
         if self._books[match.owner].device_queue is not None:
             self._keep_quota(match.owner)
         return InsertResult(result, sum(map(len, duplicates)))
+
+    @staticmethod
+    def _checked_pages(name: str, pages: Pages, page_num: int) -> Pages:
+        checked = np.asarray(pages)
+        if checked.ndim != 1 or (checked.size and not np.issubdtype(checked.dtype, np.integer)):
+            raise ValueError(
+                f"{name} has shape {checked.shape} and type {checked.dtype}; accepted are integers [n]"
+            )
+        if checked.size and not 0 <= int(checked.min()) <= int(checked.max()) < page_num:
+            raise ValueError(f"{name} runs from {checked.min()} to {checked.max()}; accepted is 0..{page_num - 1}")
+        if len(np.unique(checked)) != checked.size:
+            raise ValueError(f"{name} names a page twice; every page is accepted once")
+        return checked.astype(np.int64, copy=False)
 
     def _count_to_publish(self, match: Match, pages: Pages, count: int | None, computed_tokens: int | None) -> int:
         if match.host_pages or match.host_pin.parts:
@@ -425,5 +441,6 @@ class UnifiedRadixCache(TreeLoads):
         self.controller.reset()
         self.root = TreeNode(0, None, b"")
         self._timed.clear()
+        self._pinned.clear()
         for books in self._books:
             books.device_pages = books.host_pages = 0

@@ -26,6 +26,7 @@ class TreeEviction(TreeStructure, ABC):
         self.write_policy = write_policy
         self._writes: dict[int, Operation] = {}
         self._timed: list[tuple[float, int, Match]] = []
+        self._pinned: set[Match] = set()
 
     @abstractmethod
     def _ensure_host(self, node: TreeNode) -> bool:
@@ -222,7 +223,13 @@ class TreeEviction(TreeStructure, ABC):
     def _keep_until(self, deadline: float, match: Match) -> None:
         heapq.heappush(self._timed, (deadline, next(_order), match))
 
+    def _check_pinned(self, match: Match) -> None:
+        if match not in self._pinned:
+            raise ValueError("match was released, or another one replaced it; accepted is one that is pinned")
+
     def _release_pins(self, match: Match) -> None:
+        self._check_pinned(match)
+        self._pinned.remove(match)
         self._unlock_device(match.device_node)
         if match.host_pages:
             self._unlock_host(match.node)

@@ -73,9 +73,11 @@ class TreeLoads(TreeTransfers):
         above.device_lock += 1
         if device_pages < pages:
             node.host_lock += 1
-        return Match(
+        match = Match(
             keys, device_pages, pages - device_pages, above, node, device_pin, host_pin, owner, priority, tokens
         )
+        self._pinned.add(match)
+        return match
 
     def _like(self, match: Match, node: TreeNode, pages: int) -> Match:
         """Pin another prefix of the same request."""
@@ -99,6 +101,7 @@ class TreeLoads(TreeTransfers):
         The match stays pinned, and the caller's to release unless it calls :meth:`finish_prefetch`, as it has to once
         for each start.
         """
+        self._check_pinned(match)
         nothing = Prefetching(match, torch.empty(0, dtype=torch.int64), [], None)
         rest = match.rest()
         found = self._storage_exists(rest) if rest and self.controller.has_storage else 0
@@ -245,7 +248,13 @@ class TreeLoads(TreeTransfers):
         Match
             On the device. Shorter where the device has no room for all of it, a load failed, or ``load_back_pages``
             and ``load_quota_pages`` say so. What another request is loading already is not loaded again.
+
+        Raises
+        ------
+        ValueError
+            Where the match was released or replaced before.
         """
+        self._check_pinned(match)
         self._settle_writes(match.node)
         node, pages = match.node, match.pages
         while not self._is_alive(node):

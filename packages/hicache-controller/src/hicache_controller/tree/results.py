@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .keys import KEY_BYTES, Tokens, key_list
@@ -27,16 +27,16 @@ class Match:
         Of the request: its namespace's number, its priority, the tokens of its complete pages where they are known.
     """
 
-    keys: bytes
+    keys: bytes = field(repr=False)
     device_pages: int
     host_pages: int
-    device_node: TreeNode
-    node: TreeNode
-    device_pin: Pin
-    host_pin: Pin
+    device_node: TreeNode = field(repr=False)
+    node: TreeNode = field(repr=False)
+    device_pin: Pin = field(repr=False)
+    host_pin: Pin = field(repr=False)
     owner: int = 0
     priority: int = 0
-    tokens: Tokens | None = None
+    tokens: Tokens | None = field(default=None, repr=False)
 
     @property
     def pages(self) -> int:
