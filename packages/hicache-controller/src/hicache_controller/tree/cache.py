@@ -280,9 +280,7 @@ class UnifiedRadixCache(TreeLoads):
     def _checked_pages(name: str, pages: Pages, page_num: int) -> Pages:
         checked = np.asarray(pages)
         if checked.ndim != 1 or (checked.size and not np.issubdtype(checked.dtype, np.integer)):
-            raise ValueError(
-                f"{name} has shape {checked.shape} and type {checked.dtype}; accepted are integers [n]"
-            )
+            raise ValueError(f"{name} has shape {checked.shape} and type {checked.dtype}; accepted are integers [n]")
         if checked.size and not 0 <= int(checked.min()) <= int(checked.max()) < page_num:
             raise ValueError(f"{name} runs from {checked.min()} to {checked.max()}; accepted is 0..{page_num - 1}")
         if len(np.unique(checked)) != checked.size:
