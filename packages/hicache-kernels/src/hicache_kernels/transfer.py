@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ class PlaneTransfer:
         self._constants = constants
         self._lock = threading.Lock()
         self._spare_events: list[torch.cuda.Event] = []
+        self._turns = itertools.count()
         self._plans: dict[tuple[object, ...], planner.Plan] = {}
         self._layout = _layout(first.host.strides, self.page_size)
 
@@ -510,25 +512,29 @@ class PlaneTransfer:
         if mover is None:
             raise planner.PathUnavailableError(reason)
         host_slots = self._indices.host_slots(indices)
-        lanes = self._direct_lanes[: min(2, blocks)]
-        done = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
+        events = self._take_events(len(layers), stream)
+        if not torch.cuda.is_current_stream_capturing():
+            done = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
+            # Loads of other streams may be under way: the next one's events should not come behind theirs.
+            side = self._direct_lanes[next(self._turns) % len(self._direct_lanes)]
+            side.wait_event(stream.record_event())
+            if mover.load_layers(
+                host_slots,
+                indices.device_slots,
+                first_layer=layers.start,
+                done=done,
+                events=_handles(events),
+                blocks=blocks,
+                stream=stream.cuda_stream,
+                side_stream=side.cuda_stream,
+            ):
+                done.record_stream(side)
+                mover.tables.record_stream(stream)
+                return events
         fork = stream.record_event()
+        lanes = self._direct_lanes[: min(2, blocks)]
         for lane in lanes:
             lane.wait_event(fork)
-        events = self._take_events(len(layers), stream)
-        if not torch.cuda.is_current_stream_capturing() and mover.load_layers(
-            host_slots,
-            indices.device_slots,
-            first_layer=layers.start,
-            done=done,
-            events=_handles(events),
-            blocks=blocks,
-            stream=stream.cuda_stream,
-            side_stream=lanes[0].cuda_stream,
-        ):
-            done.record_stream(lanes[0])
-            mover.tables.record_stream(stream)
-            return events
         for layer, event in zip(layers, events, strict=True):
             lane = lanes[layer % len(lanes)]
             self._move_direct(indices, host_slots, True, layer, blocks // len(lanes), lane)
