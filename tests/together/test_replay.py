@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from typer.testing import CliRunner, Result
 
 from hicache_controller.cli import app
 from hicache_controller.replay import Replay, ReplayError, ReplayOptions, VerificationError
+from hicache_controller.storage import MemoryStorage
+from hicache_controller.storage.base import RegisteredPool
 from hicache_controller.trace import TraceRequest, make_trace, read_trace, write_trace
 
 
@@ -184,6 +188,34 @@ def test_flipped_byte_in_l3_is_a_counted_miss(chats: list[TraceRequest], tmp_pat
         assert replay.storage is not None
         assert replay.storage.stats().damaged > 0
     assert report.hits < report.blocks
+
+
+def test_wrong_byte_from_storage_ends_the_command_with_code_1_and_the_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = MemoryStorage._load
+
+    def load_with_a_flipped_bit(self: MemoryStorage, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> Any:
+        loaded = load(self, pool, keys, pages)
+        pool.pool.page_memory(pages[-1])[-1][-1] ^= 1
+        return loaded
+
+    monkeypatch.setattr(MemoryStorage, "_load", load_with_a_flipped_bit)
+    run = hicache("replay", "--requests", "100", "--storage", "memory", "--page-size", "4", "--block-tokens", "4")
+    assert run.exit_code == 1
+    assert re.search(r"wrong bytes: page \d+ .* position 3, layer 3, component 1, byte 63: 0x.. where 0x..", run.stderr)
+
+
+def test_machine_without_a_compiler_replays_in_plain_torch_and_says_so(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "hicache_controller.cli", "replay", "--requests", "20"],
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "write-back: reference, load-back: reference" in run.stdout
+    assert "no g++ found" in run.stdout
 
 
 def test_sizes_that_cannot_hold_one_request_are_refused(chats: list[TraceRequest]) -> None:
