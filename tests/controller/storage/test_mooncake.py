@@ -350,11 +350,13 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
     assert pool.read(11) == contents[1]
 
 
-def test_a_page_without_its_head_is_refused(storage, fake_pool, new_keys):
+def test_a_page_without_its_head_is_refused(storage, fake_pool, new_keys, monkeypatch):
     pool, keys = fake_pool(), new_keys(4)
     storage.register_mem_pool_host(pool)
     parents = [None, *keys[:-1]]
-    assert storage.batch_set(keys[1:], pool.slots(range(3)), parents=parents[1:]) == [False] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_move", None)  # nor is it ever there for others to see
+        assert storage.batch_set(keys[1:], pool.slots(range(3)), parents=parents[1:]) == [False] * 3
     assert storage.stats().orphans == 3
     assert storage.batch_exists(keys[1:2]) == 0
     assert storage.batch_set(keys[:1], pool.slots([0]), parents=[None]) == [True]
@@ -381,7 +383,16 @@ def test_a_page_whose_head_could_not_be_stored_goes_again(storage, fake_pool, ne
     assert (stats.write_errors, stats.orphans, stats.stored) == (1, 2, 0)
 
 
-def test_a_master_that_is_down_at_the_start_is_found_later(new_storage, own_master, fake_pool, new_keys, clock, caplog):
+def must_not_be_called(*_):
+    """Mooncake's setup holds the interpreter's lock for seconds where no master answers."""
+    raise AssertionError("Mooncake was set up without a master that answers")
+
+
+def test_a_master_that_is_down_at_the_start_is_found_later(
+    new_storage, own_master, fake_pool, new_keys, clock, caplog, monkeypatch
+):
+    set_up = mooncake.MooncakeClient._set_up
+    monkeypatch.setattr(mooncake.MooncakeClient, "_set_up", must_not_be_called)
     storage, pool, keys = new_storage(own_master), fake_pool(), new_keys(3)
     storage.register_mem_pool_host(pool)
     for _ in range(3):
@@ -393,6 +404,7 @@ def test_a_master_that_is_down_at_the_start_is_found_later(new_storage, own_mast
     clock.skip()
     assert not storage.wait_ready(10)
     assert len(warnings(caplog)) == 1
+    monkeypatch.setattr(mooncake.MooncakeClient, "_set_up", set_up)
     own_master.start()
     assert not storage.wait_ready(10)  # it is too early to try again
     clock.skip()
@@ -446,7 +458,9 @@ def test_a_master_killed_in_the_middle_is_picked_up_again(new_storage, own_maste
         assert [pool.read(9 + i) for i in range(3)] == contents
 
 
-def test_a_master_that_hangs_costs_one_deadline(new_storage, own_master, fake_pool, new_keys, clock, caplog):
+def test_a_master_that_hangs_costs_one_deadline(
+    new_storage, own_master, fake_pool, new_keys, clock, caplog, monkeypatch
+):
     own_master.start()
     storage, pool, keys = new_storage(own_master, deadline_seconds=0.3), fake_pool(), new_keys(2)
     storage.register_mem_pool_host(pool)
@@ -457,14 +471,42 @@ def test_a_master_that_hangs_costs_one_deadline(new_storage, own_master, fake_po
     assert (storage.stats().read_errors, storage.stats().skipped) == (1, 2)
     clock.skip()
     assert not storage.wait_ready(10)
-    late = new_storage(own_master, deadline_seconds=0.3)  # neither does it hang
-    assert not late.wait_ready(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake.MooncakeClient, "_set_up", must_not_be_called)
+        late = new_storage(own_master, deadline_seconds=0.3)
+        assert not late.wait_ready(10)
     assert len(warnings(caplog)) == 2  # one each
     own_master.go_on()
     clock.skip()
     assert storage.wait_ready(10)
     assert late.wait_ready(10)
     assert storage.batch_exists(keys) == 2
+
+
+def test_a_call_that_never_returns_is_left_behind(new_storage, own_master, fake_pool, new_keys, caplog):
+    storage, gate, over, closed = new_storage(own_master, deadline_seconds=0.1), threading.Event(), [], []
+
+    class Hanging:
+        def batch_is_exist(self, names):
+            gate.wait()
+            over.append(names)
+            return [1] * len(names)
+
+        def close(self):
+            closed.append(True)
+
+    client = storage._client
+    assert not storage.wait_ready(10)
+    client._store = Hanging()
+    storage.register_mem_pool_host(NullPoolHost(8, 2))
+    assert storage.batch_exists(new_keys(2)) == 0
+    assert storage.batch_exists(new_keys(2)) == 0
+    stats = storage.stats()
+    assert (stats.read_errors, stats.skipped) == (1, 2)
+    storage.close()
+    assert (over, closed) == ([], [])  # closing under a call would crash
+    assert "a call hangs" in warnings(caplog)[-1]
+    gate.set()
 
 
 def test_a_full_store_takes_what_fits_and_goes_on(new_storage, own_master, fake_pool, clock, caplog):
