@@ -195,14 +195,15 @@ class MooncakeClient:
 
     def _try(self) -> None:
         """Connect, or find out whether the master is back."""
-        store, error = None, None
+        store: Any = None
+        error: Exception | None = None
         try:
             _check_alive(self._settings)
             if self._store is None:
                 store = self._set_up()
             else:
                 self._ping()
-        except (OSError, RuntimeError, MooncakeDownError) as failure:
+        except Exception as failure:  # nobody waits for this thread's errors, but for another attempt
             error = failure
         if error is not None:
             self._failed(error)
