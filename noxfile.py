@@ -118,7 +118,7 @@ def pools(session: nox.Session) -> None:
 @nox.session
 def controller(session: nox.Session) -> None:
     """Run the tests of hicache-controller."""
-    install_wheels(session, *PACKAGES, extras="[prometheus]", with_=TEST_TOOLS)
+    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus]", with_=TEST_TOOLS)
     pytest(session, "tests/controller")
 
 
@@ -179,6 +179,6 @@ def contents(archive: Path) -> dict[str, int]:
 def compat(session: nox.Session, torch: str) -> None:
     """Every layer's tests with the oldest and the newest supported torch on this Python."""
     requirement = f"torch=={OLDEST_TORCH}" if torch == "oldest" else "torch"
-    install_wheels(session, *PACKAGES, extras="[prometheus]", with_=(*TEST_TOOLS, requirement))
+    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus]", with_=(*TEST_TOOLS, requirement))
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     pytest(session, "tests/kernels", "tests/pools", "tests/controller", f"--ignore={COMPILE_TESTS}")

@@ -130,6 +130,7 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
     for name in ("L1 to L2", "L2 to L1"):
         assert report.paths[name].bytes > 0
         assert report.paths[name].seconds > 0
+        assert report.paths[name].mean_run >= 1
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
@@ -139,7 +140,6 @@ def test_prefetch_that_does_not_wait_costs_hits_and_never_bytes(chats: list[Trac
         report = replay.run()
         replay.cache.check_integrity()
     assert 0 < report.hits <= reuse(chats)[1]
-    assert report.rows_verified > 0
 
 
 def test_second_run_on_the_same_directory_starts_warm(chats: list[TraceRequest], tmp_path: Path) -> None:

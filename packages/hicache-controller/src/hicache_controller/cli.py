@@ -100,7 +100,8 @@ def replay(
     l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct ones [25%].")] = "",
     l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
     l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
-    storage: Annotated[str, typer.Option(help="file, or memory for one that ends with the process.")] = "file",
+    storage: Annotated[str, typer.Option(help="file, memory (ends with the process) or mooncake.")] = "file",
+    mooncake_master: Annotated[str, typer.Option(help="Address of the Mooncake master.")] = "127.0.0.1:50051",
     prefetch_policy: Annotated[
         PrefetchPolicy, typer.Option(help="How long a request waits for its pages from storage.")
     ] = PrefetchPolicy.WAIT_COMPLETE,
@@ -153,6 +154,7 @@ def replay(
         write_policy=write_policy,
         data=data,
         storage=storage,
+        mooncake_master=mooncake_master,
         prefetch_policy=prefetch_policy,
     )
     try:

@@ -34,14 +34,16 @@ from .metrics import MetricsSnapshot
 from .radix import Match, Pages, UnifiedRadixCache, WritePolicy
 from .storage import Fingerprint, HiCacheStorage, MemoryStorage
 from .storage.file import FileStorage
+from .storage.mooncake import MooncakeStorage
 from .storage_link import StorageSettings
 from .storage_worker import PrefetchPolicy
 from .trace import TraceRequest
 
 POOLS = ("mha", "mla")
-STORAGES = ("file", "memory")
+STORAGES = ("file", "memory", "mooncake")
 
 _SCHEDULER_STEP_SECONDS = 0.001
+_MOONCAKE_SECONDS = 10.0
 
 _LARGEST = {
     "layers": 4096,
@@ -90,7 +92,9 @@ class ReplayOptions:
     data
         False: bookkeeping only, no bytes, and a storage of keys in memory.
     storage
-        ``file``, or ``memory`` for one that ends with the process.
+        ``file``, ``memory`` for one that ends with the process, or ``mooncake``.
+    mooncake_master
+        Address of the master of a Mooncake store, which machines share.
     prefetch_policy
         How long a request waits for its pages from storage.
     """
@@ -108,6 +112,7 @@ class ReplayOptions:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     data: bool = True
     storage: str = "file"
+    mooncake_master: str = "127.0.0.1:50051"
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
@@ -427,11 +432,17 @@ class Replay:
             return None
         if not options.data or options.storage == "memory":
             return MemoryStorage(options.l3_bytes)
+        # The rows are a function of token ids, position, layer and component, whatever the trace: one "model" for all.
+        fingerprint = Fingerprint("hicache-replay", revision="1")
+        if options.storage == "mooncake":
+            store = MooncakeStorage(fingerprint=fingerprint, master=options.mooncake_master)
+            if not store.wait_ready(_MOONCAKE_SECONDS):
+                store.close()
+                raise ReplayError(f"mooncake_master is {options.mooncake_master}, and no master answers there")
+            return store
         directory = options.l3_dir
         if directory is None:
             directory = self._own_directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
-        # The rows are a function of token ids, position, layer and component, whatever the trace: one "model" for all.
-        fingerprint = Fingerprint("hicache-replay", revision="1")
         return FileStorage(directory, capacity_bytes=options.l3_bytes, fingerprint=fingerprint)
 
     def _describe_device_pool(self) -> MHATokenToKVPool | MLATokenToKVPool | None:
