@@ -355,7 +355,7 @@ class Replay:
             on_request()
 
     def step(self, request: TraceRequest) -> None:
-        """Serve one request: match, prefetch, load back and check, compute the rest, insert.
+        """Serve one request: match, prefetch, load back and check, compute the rest, insert; a failure ends the replay.
 
         Raises
         ------
@@ -366,24 +366,22 @@ class Replay:
         keys = self._keys(request)
         cache.poll()
         match = cache.match_prefix(keys)
-        try:
-            on_device, in_tree = match.device_pages, match.pages
-            match = self._prefetch(match)
-            found = match.pages
-            match = cache.load_back(match)
-            if self.rows is not None and match.pages > on_device:
-                loaded = cache.device_page_numbers(match)[on_device:]
-                self.report.rows_verified += self.rows.verify(keys[on_device : match.pages], loaded)
-            self._count(request, on_device, in_tree, found, match.pages)
-            missing = len(keys) - match.pages
-            pages = cache.alloc_device(missing)
-            if pages is None:
-                raise ReplayError(f"no room for {missing} device pages although nothing else is in use")
-            if self.rows is not None:
-                self.rows.fill(keys[match.pages :], pages)
-            match = cache.insert(match, pages).match
-        finally:
-            cache.release(match)
+        on_device, in_tree = match.device_pages, match.pages
+        match = self._prefetch(match)
+        found = match.pages
+        match = cache.load_back(match)
+        if self.rows is not None and match.pages > on_device:
+            loaded = cache.device_page_numbers(match)[on_device:]
+            self.report.rows_verified += self.rows.verify(keys[on_device : match.pages], loaded)
+        self._count(request, on_device, in_tree, found, match.pages)
+        missing = len(keys) - match.pages
+        pages = cache.alloc_device(missing)
+        if pages is None:
+            raise ReplayError(f"no room for {missing} device pages although nothing else is in use")
+        if self.rows is not None:
+            self.rows.fill(keys[match.pages :], pages)
+        match = cache.insert(match, pages).match
+        cache.release(match)
 
     def _prefetch(self, match: Match) -> Match:
         """Bring pages from storage for as long as the policy allows, as a scheduler with nothing else to run would."""
