@@ -157,7 +157,10 @@ def test_other_geometry_on_the_same_directory_never_loads(chats: list[TraceReque
     hits = reuse(chats)[1]
     with Replay(chats, small_options(chats, l3_dir=tmp_path)) as replay:
         replay.run()
-    with Replay(chats, small_options(chats, l3_dir=tmp_path, layers=3)) as replay:
+    # Pages of as many bytes that mean something else: their size alone would not tell them apart.
+    other = small_options(chats, l3_dir=tmp_path, layers=1, row_bytes=32)
+    assert other.page_bytes == small_options(chats).page_bytes
+    with Replay(chats, other) as replay:
         assert replay.run().hits == hits
 
 

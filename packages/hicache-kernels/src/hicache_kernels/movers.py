@@ -25,11 +25,11 @@ BULK_SHARED_BYTES = 96 << 10
 BULK_BLOCKS = 4
 """CTAs from which bulk copies pay: with 2, one warp each cannot name rows fast enough."""
 BULK_LOAD_ROW_BYTES = 1 << 10
-"""Rows from which a direct load goes by bulk copies (H200: 0.89 to 0.91 of the bus from 1152 bytes on, where the row
-kernel makes 0.86 to 0.89; at 576 bytes no more than that)."""
+"""Rows from which a direct load goes by bulk copies (one tuning run on an H200, of an earlier state of the kernels:
+0.89 to 0.91 of the bus from 1152 bytes on, where the row kernel made 0.86 to 0.89; at 576 bytes no more than that)."""
 BULK_WRITE_BACK_ROW_BYTES = 1 << 30
-"""Rows from which a direct write-back goes by bulk copies: never, as with 2 CTAs the row kernel is faster (0.93 against
-0.59 to 0.88) and with 4 it is as fast."""
+"""Rows from which a direct write-back goes by bulk copies: never, as with 2 CTAs the row kernel was faster in that run
+(0.93 against 0.59 to 0.88) and with 4 as fast."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
