@@ -270,8 +270,7 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
         (["--json", "/proc/figures.json"], "--json is /proc/figures.json"),
         (["--json", "."], "--json is ."),
         (["--plot", "picture.foo"], "one of .png"),
-        (["--l3-dir", "/tmp", "--l3-bytes", "0"], "nothing would be stored there"),
-        (["--l3-dir", "/usr"], "holds other files and no storage"),
+        (["--l3-dir", "never-made", "--l3-bytes", "0"], "nothing would be stored there"),
         (["/dev/zero"], "not a file"),
     ],
 )
@@ -280,6 +279,14 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], fault: str)
     assert run.exit_code == 2, run.stderr
     assert fault in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1, run.stderr
+
+
+def test_directory_of_foreign_files_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    run = hicache("replay", "--requests", "20", "--l3-dir", tmp_path)
+    assert run.exit_code == 2
+    assert "holds other files and no storage" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_trace_of_requests_shorter_than_a_block_has_nothing_to_cache(tmp_path: Path) -> None:
