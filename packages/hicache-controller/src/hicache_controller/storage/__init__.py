@@ -1,6 +1,6 @@
 """Storage backends (L3): the contract, the factory and what this package ships."""
 
-from .base import HiCacheStorage, StoragePool, StorageStats
+from .base import HiCacheStorage, RemovalListener, StoragePool, StorageStats
 from .factory import StorageBackendFactory
 from .file import FileStorage
 from .fingerprint import Fingerprint
@@ -11,6 +11,7 @@ __all__ = [
     "Fingerprint",
     "HiCacheStorage",
     "MemoryStorage",
+    "RemovalListener",
     "StorageBackendFactory",
     "StoragePool",
     "StorageStats",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +14,11 @@ import numpy.typing as npt
 import torch
 
 from hicache_pools import PoolHitPolicy, PoolTransfer
+
+logger = logging.getLogger(__name__)
+
+RemovalListener = Callable[[Sequence[bytes]], None]
+"""Takes the keys of pages that a storage no longer has, each at most once."""
 
 MAX_KEY_BYTES = 32
 """Longest key; a page hash has 16 bytes."""
@@ -94,6 +101,8 @@ class HiCacheStorage(ABC):
     def __init__(self) -> None:
         self._pools: dict[str, RegisteredPool] = {}
         self._closed = False
+        self._removal_listener: RemovalListener | None = None
+        self._removed_keys: deque[bytes] = deque()
 
     def register_mem_pool_host(self, pool: StoragePool, name: str = "kv") -> None:
         """Make a host pool known, whose pages ``batch_get`` fills and ``batch_set`` reads.
@@ -125,13 +134,34 @@ class HiCacheStorage(ABC):
             str(name), pool, pool.page_size, pool.page_num, pool.page_bytes, self._pool_digest(pool)
         )
 
+    def set_removal_listener(self, callback: RemovalListener | None) -> None:
+        """Have the pages told that the storage removes on its own, or finds removed by others.
+
+        That is eviction, a page found damaged, :meth:`clear`, and what another process removed, once a call here
+        notices it; ``batch_get`` of a page that is not there tells it even where it never was. A key is told where at
+        least one pool's part of its page is gone, by the thread whose call notices it, before that call returns and
+        with no lock held. Where another thread stores the same page meanwhile, it may be told after that.
+
+        Parameters
+        ----------
+        callback
+            Called with the keys, in place of the one before; None for nobody. What it raises is logged and goes no
+            further.
+        """
+        self._removal_listener = callback
+        if callback is None:
+            self._removed_keys.clear()
+
     def batch_exists(self, keys: Sequence[bytes], *, name: str = "kv") -> int:
         """Return how many leading keys have a page of pool ``name``.
 
         The answer is about sizes and names; damage shows when a page is read.
         """
         pool, names = self._pool(name), self._keys(keys)
-        present = self._present(pool, names, leading=True)
+        try:
+            present = self._present(pool, names, leading=True)
+        finally:
+            self._tell_removed()
         return present.index(False) if False in present else len(present)
 
     def batch_get(self, keys: Sequence[bytes], host_indices: torch.Tensor, *, name: str = "kv") -> list[bool]:
@@ -158,7 +188,10 @@ class HiCacheStorage(ABC):
         """
         pool, names = self._pool(name), self._keys(keys)
         pages = _pages_of(host_indices, pool, len(names))
-        return self._load(pool, names, pages) if names else []
+        try:
+            return self._load(pool, names, pages) if names else []
+        finally:
+            self._tell_removed()
 
     def batch_set(
         self,
@@ -197,7 +230,10 @@ class HiCacheStorage(ABC):
         if len(before) != len(names):
             raise ValueError(f"parents has {len(before)} entries for {len(names)} keys")
         self._keys([p for p in before if p is not None])
-        return self._store(pool, names, pages, before) if names else []
+        try:
+            return self._store(pool, names, pages, before) if names else []
+        finally:
+            self._tell_removed()
 
     def batch_exists_pools(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], *, name: str = "kv") -> int:
         """Return the longest prefix of which every pool has what it needs.
@@ -231,6 +267,7 @@ class HiCacheStorage(ABC):
             window = 1 if transfer.keys is None else len(transfer.keys)
             present = self._present(self._pool(transfer.name), names, leading=False)
             restorable[1:] &= _ends_a_run(np.array(present, dtype=bool), window)
+        self._tell_removed()
         return int(np.flatnonzero(restorable)[-1])
 
     def batch_get_pools(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
@@ -284,6 +321,28 @@ class HiCacheStorage(ABC):
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         """Store pages."""
+
+    def _note_removed(self, keys: Iterable[bytes]) -> None:
+        """Note keys whose pages are gone, for the listener; any lock may be held."""
+        if self._removal_listener is not None:
+            self._removed_keys.extend(keys)
+
+    def _tell_removed(self) -> None:
+        """Tell the listener what was noted; no lock may be held."""
+        if not self._removed_keys:
+            return
+        keys: dict[bytes, None] = {}
+        while True:
+            try:
+                keys[self._removed_keys.popleft()] = None
+            except IndexError:  # another thread tells the rest
+                break
+        listener = self._removal_listener
+        if keys and listener is not None:
+            try:
+                listener(list(keys))
+            except Exception:
+                logger.exception("the removal listener failed on %d keys", len(keys))
 
     def _pool_digest(self, pool: StoragePool) -> bytes:
         """Digest of what a pool's bytes mean; a backend without a fingerprint lives as long as its pools."""

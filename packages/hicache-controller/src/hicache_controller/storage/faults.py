@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 
-from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
+from .base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
 from .file import FileStorage
 
 
@@ -57,6 +57,10 @@ class FaultyStorage(HiCacheStorage):
         self.inner.register_mem_pool_host(pool, name)
         super().register_mem_pool_host(pool, name)
 
+    def set_removal_listener(self, callback: RemovalListener | None) -> None:
+        """Have the storage inside tell what it removes."""
+        self.inner.set_removal_listener(callback)
+
     def clear(self) -> None:
         """Clear the storage inside."""
         self.inner.clear()
@@ -96,6 +100,9 @@ class FaultyStorage(HiCacheStorage):
             if stored[-1] and self._flip_every and next(self._flips) % self._flip_every == 0:
                 self._flip_bit(key, pool.name)
         return stored
+
+    def _tell_removed(self) -> None:
+        self.inner._tell_removed()
 
     def _flip_bit(self, key: bytes, name: str) -> None:
         if not isinstance(self.inner, FileStorage):

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar
 
@@ -125,6 +125,8 @@ class FileStorage(HiCacheStorage):
                         self._unlink(entry.key, [part for part, _ in entry.parts])
         except OSError as error:
             self._failed(self._writes, "write_errors", "clear", error)
+        finally:
+            self._tell_removed()
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was opened; ``pages`` and ``bytes`` are what it knows of the directory."""
@@ -174,6 +176,8 @@ class FileStorage(HiCacheStorage):
             for key, there, tick in zip(keys, present, self._ticks(len(keys)), strict=False):
                 if there:
                     self._index.touch(key + self._model, tick)
+                else:
+                    self._forget_if_gone(key + self._model, self._part(pool))
         return present
 
     def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
@@ -190,6 +194,8 @@ class FileStorage(HiCacheStorage):
                     self._index.touch(key + self._model, tick)
                 else:
                     self._index.remove_part(key + self._model, part)
+                    if _file_size(self._directory.page_path(key + self._model, part)) is None:
+                        self._note_removed((key,))
             self._counts.update(outcome.value for outcome in outcomes)
             hits = outcomes.count(Outcome.HIT)
             self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
@@ -415,6 +421,19 @@ class FileStorage(HiCacheStorage):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._directory.page_path(page, part))
         self._index.remove(page)
+        self._note_pages_removed((page,))
+
+    def _forget_if_gone(self, page: bytes, part: str) -> None:
+        """Note what another process has removed; mutex held."""
+        entry = self._index.get(page)
+        if entry is None or entry.part_bytes(part) is None:
+            return
+        if _file_size(self._directory.page_path(page, part)) is None:
+            self._index.remove_part(page, part)
+            self._note_pages_removed((page,))
+
+    def _note_pages_removed(self, pages: Iterable[bytes]) -> None:
+        self._note_removed(page[: -len(self._model)] for page in pages if page.endswith(self._model))
 
     def _scan(self) -> None:
         """Make the index agree with the directory: read what is new, drop what is gone."""
@@ -430,8 +449,7 @@ class FileStorage(HiCacheStorage):
                 found.append(self._directory.look(path, page, part))
         with self._mutex:
             for page, part in gone:
-                if _file_size(self._directory.page_path(page, part)) is None:
-                    self._index.remove_part(page, part)
+                self._forget_if_gone(page, part)
             for item in found:
                 if item is not None:
                     self._index.add(item.page, item.part, item.size, item.parent, item.touched)
@@ -449,8 +467,11 @@ class FileStorage(HiCacheStorage):
             old, self._directory = self._directory, fresh
             old.close()
             with self._mutex:
+                known = [entry.key for entry in self._index]
                 self._index.clear()
             self._scan()
+            with self._mutex:
+                self._note_pages_removed(page for page in known if page not in self._index)
             self._lost = False
 
     def _failed(self, backoff: Backoff, counter: str | None, what: str, error: OSError) -> None:

@@ -38,8 +38,10 @@ class MemoryStorage(HiCacheStorage):
         """Remove every page."""
         self._check_open()
         with self._lock:
+            self._note_removed(entry.key for entry in self._index)
             self._index.clear()
             self._bytes.clear()
+        self._tell_removed()
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was made, and what it holds."""
@@ -127,6 +129,7 @@ class MemoryStorage(HiCacheStorage):
             for part, _ in entry.parts:
                 del self._bytes[part][entry.key]
             self._index.remove(entry.key)
+            self._note_removed((entry.key,))
             self._counts["evicted"] += 1
         return True
 

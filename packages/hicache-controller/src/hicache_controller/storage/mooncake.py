@@ -58,7 +58,9 @@ class MooncakeStorage(HiCacheStorage):
 
     Neither a master that is down, when this is made or later, nor a full store is an error: nothing is found, nothing
     is stored, and everything picks up again once the master answers. What holds of the other backends and not of this
-    one: Mooncake evicts objects without regard to parents, and forgets all of them when its master ends.
+    one: Mooncake evicts objects without regard to parents, and forgets all of them when its master ends. Nor does it
+    tell what it evicts: a removal listener hears of pages that ``batch_get`` asked for and did not find, or found
+    damaged and removed, and nothing of ``clear``.
 
     Parameters
     ----------
@@ -200,6 +202,7 @@ class MooncakeStorage(HiCacheStorage):
             jobs = self._jobs(pool, keys, pages, [None] * len(keys))
             there = self._exist([job.name for job in jobs])
             found = [job for job, exists in zip(jobs, there, strict=True) if exists]
+            self._note_removed(job.key for job, exists in zip(jobs, there, strict=True) if not exists)
             for chunk in _chunks(pool, found):
                 if self._reads.active:
                     break
@@ -218,9 +221,12 @@ class MooncakeStorage(HiCacheStorage):
                 outcome = self._outcome(pool, job, page, code)
                 if outcome is Outcome.HIT:
                     loaded[job.position] = True
-                elif outcome is not Outcome.MISSING:
+                    continue
+                if outcome is not Outcome.MISSING:
                     self._count(**{outcome.value: 1})
                     bad.append(job.name)
+                if outcome is not Outcome.MISSING or code in _ABSENT:
+                    self._note_removed((job.key,))
         if bad:
             logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)
             self._ask("batch_remove", bad, True)

@@ -1,0 +1,183 @@
+"""What a storage tells of the pages it removes on its own, or finds removed."""
+
+import os
+import shutil
+import threading
+
+import pytest
+
+from hicache_controller.storage import FileStorage, MemoryStorage
+from hicache_controller.storage.faults import FaultyStorage
+
+PAGE = 1024
+
+
+@pytest.fixture(params=["memory", "file"])
+def open_storage(request, tmp_path, fingerprint):
+    """Storages with room for so many pages."""
+    opened = []
+
+    def make(pages=None):
+        if request.param == "memory":
+            storage = MemoryStorage(None if pages is None else pages * PAGE)
+        else:
+            capacity = None if pages is None else pages * 4096
+            storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=capacity, threads=1)
+        opened.append(storage)
+        return storage
+
+    yield make
+    for storage in opened:
+        storage.check_integrity()
+        storage.close()
+
+
+def listening(storage, pool):
+    """Register the pool and collect what is told."""
+    told = []
+    storage.register_mem_pool_host(pool)
+    storage.set_removal_listener(lambda keys: told.extend(keys))
+    return told
+
+
+def test_evicted_pages_are_told_and_only_they(open_storage, fake_pool, new_keys):
+    storage, pool = open_storage(16), fake_pool()
+    told = listening(storage, pool)
+    stored = []
+    for _ in range(20):
+        keys = new_keys(2)
+        assert all(storage.batch_set(keys, pool.slots([0, 1]), parents=[None, keys[0]]))
+        stored += keys
+        there = {key for key in stored if storage.batch_exists([key])}
+        assert set(told) == set(stored) - there
+    assert len(told) == len(set(told)) == storage.stats().evicted > 0
+
+
+def test_cleared_pages_are_told(open_storage, fake_pool, new_keys):
+    storage, pool, keys = open_storage(), fake_pool(), new_keys(5)
+    told = listening(storage, pool)
+    storage.batch_set(keys, pool.slots(range(5)))
+    assert told == []
+    storage.clear()
+    assert sorted(told) == sorted(keys)
+
+
+def test_the_listener_may_use_the_storage_and_other_threads_may_meanwhile(open_storage, fake_pool, new_keys):
+    storage, pool, keys = open_storage(), fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+    seen = []
+
+    def ask(removed):
+        thread = threading.Thread(target=lambda: seen.append((removed, storage.batch_exists(keys), storage.stats())))
+        thread.start()
+        thread.join(timeout=20)
+        storage.batch_set(keys[:1], pool.slots([0]))
+
+    storage.set_removal_listener(ask)
+    storage.batch_set(keys, pool.slots(range(3)))
+    storage.clear()
+    assert [(sorted(removed), there) for removed, there, _ in seen] == [(sorted(keys), 0)]
+    assert storage.batch_exists(keys) == 1
+
+
+def test_what_the_listener_raises_stays_with_it(open_storage, fake_pool, new_keys, caplog):
+    storage, pool, keys = open_storage(), fake_pool(), new_keys(3)
+    storage.register_mem_pool_host(pool)
+
+    def fail(_):
+        raise LookupError("listener")
+
+    storage.set_removal_listener(fail)
+    assert all(storage.batch_set(keys, pool.slots(range(3))))
+    storage.clear()
+    assert storage.stats().pages == 0
+    assert "removal listener failed on 3 keys" in caplog.text
+    storage.set_removal_listener(None)
+    assert all(storage.batch_set(keys, pool.slots(range(3))))
+    storage.clear()
+    assert caplog.text.count("removal listener failed") == 1
+
+
+def test_a_damaged_page_is_told_once(tmp_path, fingerprint, fake_pool, new_keys):
+    with_files = FileStorage(tmp_path, fingerprint=fingerprint)
+    pool, keys = fake_pool(), new_keys(4)
+    storage = FaultyStorage(with_files)
+    told = listening(storage, pool)
+    storage.batch_set(keys, pool.slots(range(4)))
+    with open(with_files.page_path(keys[2]), "r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    assert storage.batch_get(keys, pool.slots(range(4))) == [True, True, False, True]
+    assert told == [keys[2]]
+    storage.close()
+
+
+def test_a_page_of_which_one_pool_lost_its_part_is_told(tmp_path, fingerprint, fake_pool, new_keys):
+    storage, pool, state, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), fake_pool(), new_keys(2)
+    told = listening(storage, pool)
+    storage.register_mem_pool_host(state, "mamba")
+    for name in ("kv", "mamba"):
+        assert all(storage.batch_set(keys, pool.slots([0, 1]), name=name))
+    os.unlink(storage.page_path(keys[1], "mamba"))
+    assert storage.batch_exists(keys, name="mamba") == 1
+    assert told == [keys[1]]
+    assert storage.batch_exists(keys) == 2
+    storage.close()
+
+
+@pytest.mark.parametrize("notice", ["exists", "get", "store"])
+def test_what_another_process_removed_is_told_when_it_is_noticed(tmp_path, fingerprint, fake_pool, new_keys, notice):
+    capacity = 64 * 4096
+    ours, theirs = (FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=capacity) for _ in range(2))
+    pool, keys = fake_pool(), new_keys(6)
+    told, told_there = listening(ours, pool), listening(theirs, pool)
+    assert all(ours.batch_set(keys, pool.slots(range(6))))
+    theirs.clear()
+    assert sorted(told_there) == sorted(keys)
+    assert told == []
+    if notice == "exists":
+        assert ours.batch_exists(keys) == 0
+        assert told == keys[:1]
+    elif notice == "get":
+        assert not any(ours.batch_get(keys, pool.slots(range(6))))
+        assert told == keys
+    else:  # looking for room shows the rest
+        for _ in range(12):
+            ours.batch_set(new_keys(6), pool.slots(range(6)))
+        assert set(told) >= set(keys)
+    ours.close()
+    theirs.close()
+
+
+def test_pages_of_another_model_are_not_told(tmp_path, fingerprint, fake_pool, new_keys):
+    other = type(fingerprint)(model="org/other", revision="abc")
+    ours = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=16 * 4096)
+    pool, foreign = fake_pool(), new_keys(8)
+    with_theirs = FileStorage(tmp_path, fingerprint=other)
+    with_theirs.register_mem_pool_host(pool)
+    assert all(with_theirs.batch_set(foreign, pool.slots(range(8))))
+    with_theirs.close()
+    told = listening(ours, pool)
+    stored = []
+    for _ in range(20):
+        stored += (keys := new_keys(1))
+        assert all(ours.batch_set(keys, pool.slots([0])))
+    assert ours.stats().evicted > len(told)
+    assert set(told) < set(stored)
+    ours.close()
+
+
+def test_a_removed_directory_is_told_when_it_is_made_again(tmp_path, fingerprint, fake_pool, new_keys):
+    now = [0.0]
+    storage = FileStorage(tmp_path / "s", fingerprint=fingerprint, clock=lambda: now[0])
+    pool, keys = fake_pool(), new_keys(4)
+    told = listening(storage, pool)
+    assert all(storage.batch_set(keys, pool.slots(range(4))))
+    shutil.rmtree(tmp_path / "s")
+    later = new_keys(2)
+    assert not any(storage.batch_set(later, pool.slots(range(2))))
+    now[0] += 100
+    assert all(storage.batch_set(later, pool.slots(range(2))))
+    assert sorted(told) == sorted(keys)
+    storage.close()
