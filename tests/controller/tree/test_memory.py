@@ -6,13 +6,14 @@ import gc
 import secrets
 import tracemalloc
 
+import pytest
+
 from hicache_controller.controller import HiCacheController
 from hicache_controller.tree import UnifiedRadixCache
 from hicache_pools import ExtentAllocator, HostPoolGroup, NullPoolHost, PoolEntry
 
 
-def test_a_cached_page_takes_less_than_200_bytes() -> None:
-    pages, run = 4096, 8  # runs of eight pages: a block of 512 tokens at 64 tokens a page
+def make_tree(pages: int) -> UnifiedRadixCache:
     allocator = ExtentAllocator(pages, 1)
     entry = PoolEntry(
         "kv",
@@ -22,17 +23,48 @@ def test_a_cached_page_takes_less_than_200_bytes() -> None:
         device_alloc_fn=allocator.alloc,
         device_free_fn=allocator.free,
     )
-    tree = UnifiedRadixCache(HiCacheController(HostPoolGroup([entry]), synchronous=True), allocator, page_size=1)
+    return UnifiedRadixCache(HiCacheController(HostPoolGroup([entry]), synchronous=True), allocator, page_size=1)
+
+
+def serve(tree: UnifiedRadixCache, keys: list[bytes]) -> None:
+    match = tree.match_prefix(keys)
+    fresh = tree.alloc_device(len(keys) - match.pages)
+    assert fresh is not None
+    tree.release(tree.insert(match, fresh).match)
+    tree.poll()
+
+
+@pytest.mark.parametrize(
+    ("turns", "pages_a_turn"),
+    [(1, 8), (8, 3)],
+    ids=["a block of eight pages", "chats that grow by three pages"],
+)
+def test_a_cached_page_takes_less_than_200_bytes(turns: int, pages_a_turn: int) -> None:
+    chats, length = 400, turns * pages_a_turn
+    tree = make_tree(chats * length)
+    serve(tree, [secrets.token_bytes(16)])  # whatever is made once
+    tree.reset()
     gc.collect()
     tracemalloc.start()
-    for _ in range(pages // run):
-        match = tree.match_prefix([secrets.token_bytes(16) for _ in range(run)])
-        fresh = tree.alloc_device(run)
-        assert fresh is not None
-        tree.release(tree.insert(match, fresh).match)
-        tree.poll()
+    for _ in range(chats):
+        chat = [secrets.token_bytes(16) for _ in range(length)]
+        for turn in range(turns):
+            serve(tree, chat[: (turn + 1) * pages_a_turn])
     gc.collect()
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert tree.stats() == (pages // run, pages, pages)
-    assert used / pages < 200
+    assert tree.stats() == (chats * turns, chats * length, chats * length)
+    assert used / (chats * length) < 200
+
+
+def test_queues_forget_nodes_that_got_children() -> None:
+    tree = make_tree(2000)
+    chat: list[bytes] = []
+    for _ in range(1000):
+        chat.append(secrets.token_bytes(16))
+        serve(tree, chat)
+    for queue in (tree._device_queue, tree._host_queue):
+        assert len(queue) <= 64, "only the last node may leave"
+    tree.check_integrity()
+    assert tree.evict_device(2000) == 1000
+    assert tree.evict_host(2000) == 1000

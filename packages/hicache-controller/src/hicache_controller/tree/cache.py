@@ -159,9 +159,9 @@ class UnifiedRadixCache(TreeLoads):
         """
         found = []
         for part, needed in self._window(match.node, str(name)) or ():
-            if part.device is None or len(part.device) < needed:
+            if part.device is None or part.on_device < needed:
                 raise ValueError(f"the match has pages of {name!s} on the host; load_back must come first")
-            found.append(part.device[len(part.device) - needed :])
+            found.append(unpack(part.device)[part.on_device - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
     def _touch(self, node: TreeNode, priority: int) -> None:
@@ -406,8 +406,8 @@ class UnifiedRadixCache(TreeLoads):
         """Pages of a windowed pool; walks the whole tree."""
         parts = [part for node in self._all_nodes() if (part := node.window(str(name))) is not None]
         return WindowStats(
-            sum(len(part.device) for part in parts if part.device is not None),
-            sum(len(part.host) for part in parts if part.host is not None),
+            sum(part.on_device for part in parts),
+            sum(part.on_host for part in parts),
         )
 
     def namespace_stats(self, namespace: Namespace | None) -> tuple[int, int]:
@@ -428,9 +428,9 @@ class UnifiedRadixCache(TreeLoads):
         self.drain()
         self._retraction.forget()
         for node in list(self._all_nodes()):
-            for part in node.all_windows():
+            for part in node.windows:
                 if part.device is not None:
-                    self._free_window_pages(part.name, part.device, device=True)
+                    self._free_window_pages(part.name, unpack(part.device), device=True)
                 part.device = part.host = None
             if node.device is not None:
                 self.controller.evict_device(self._slots(unpack(node.device)))

@@ -169,7 +169,7 @@ class TreeEviction(TreeStructure, ABC):
                 continue
             if self._write_window(part):
                 saving.append(part)
-                if freed + sum(len(each.device) for each in saving if each.device is not None) >= count:
+                if freed + sum(each.on_device for each in saving) >= count:
                     freed += self._finish_saving_windows(saving)
             else:
                 freed += self._drop_window(part, device=True)

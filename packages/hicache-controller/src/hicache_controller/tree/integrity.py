@@ -17,7 +17,7 @@ def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
         _check_children(node)
         if node is not root:
             _check_node(node, root, parts)
-            for part in node.all_windows():
+            for part in node.windows:
                 _check_window(part, node, windows, parts)
     for name, pages in parts.items():
         joined = np.concatenate(pages) if pages else np.empty(0, np.int64)
@@ -76,13 +76,14 @@ def _check_window(
     ):
         if mine is None:
             continue
-        if not 0 < len(mine) <= node.pages:
-            raise RuntimeError(f"node {node.id} has {node.pages} pages and {len(mine)} {name} pages of {part.name}")
+        pages = unpack(mine)
+        if not 0 < len(pages) <= node.pages:
+            raise RuntimeError(f"node {node.id} has {node.pages} pages and {len(pages)} {name} pages of {part.name}")
         if any(part not in pin.parts for pin in pins):
             raise RuntimeError(f"a pin of node {node.id}'s part in {part.name} does not know it")
         if not pins and part not in queue:
             raise RuntimeError(f"node {node.id}'s part in {part.name} does not wait for eviction from the {name}")
-        parts.setdefault(f"{name} {part.name}", []).append(mine)
+        parts.setdefault(f"{name} {part.name}", []).append(pages)
 
 
 def draw(root: TreeNode) -> str:
@@ -93,8 +94,7 @@ def draw(root: TreeNode) -> str:
         node, depth = stack.pop()
         tiers = _letters(node.device, node.host, node.stored)
         windows = "".join(
-            f" {part.name} {_letters(part.device, part.host, part.stored)}x{part.covered}"
-            for part in node.all_windows()
+            f" {part.name} {_letters(part.device, part.host, part.stored)}x{part.covered}" for part in node.windows
         )
         lines.append(
             f"{'  ' * depth}#{node.id} {node.pages} pages {tiers}{windows} locks {node.device_lock}/{node.host_lock}"

@@ -92,6 +92,13 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
     return blob
 
 
+def own_tokens(tokens: Tokens) -> Tokens:
+    """Copy tokens for a node: a view would keep all tokens of its request in memory. Listeners cannot write to them."""
+    copied = tokens.copy()
+    copied.flags.writeable = False
+    return copied
+
+
 def key_list(blob: bytes) -> list[bytes]:
     """Cut a run of bytes into page keys."""
     return [blob[i : i + KEY_BYTES] for i in range(0, len(blob), KEY_BYTES)]

@@ -12,7 +12,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..storage_worker import PrefetchOperation
 from .events import Change, Tier
-from .keys import KEY_BYTES, Tokens, common_pages
+from .keys import KEY_BYTES, Tokens, common_pages, own_tokens
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .results import Match
 from .transfers import TreeTransfers, further
@@ -220,7 +220,8 @@ class TreeLoads(TreeTransfers):
 
     def _give_tokens(self, node: TreeNode, match: Match, first_page: int) -> None:
         if match.tokens is not None and self.listener is not None:
-            node.tokens = match.tokens[first_page * self.page_size : (first_page + node.pages) * self.page_size]
+            begin, end = first_page * self.page_size, (first_page + node.pages) * self.page_size
+            node.tokens = own_tokens(match.tokens[begin:end])
 
     def _settled_on_host(self, node: TreeNode) -> bool:
         """Whether the node has a host part whose write is done (the root needs none), writing it if need be."""
@@ -318,7 +319,7 @@ class TreeLoads(TreeTransfers):
                 if part.device_pins:
                     return False
                 self._drop_window(part, device=True)
-            pages = np.concatenate([part.host for part in mine if part.host is not None])
+            pages = np.concatenate([unpack(part.host) for part in mine if part.host is not None])
             if not self._make_window_room(name, len(pages)):
                 return False
             transfers.append(

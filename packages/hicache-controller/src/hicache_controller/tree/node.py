@@ -16,7 +16,7 @@ Pages = npt.NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, np.int64)
 
 PackedPages = bytes
-"""int32 page numbers as nodes keep them: a third of what a numpy array of a few takes."""
+"""int32 page numbers as nodes and window parts keep them: a third of what a numpy array of a few takes."""
 
 PACKED_BYTES = 4
 """Bytes of a packed page number."""
@@ -37,6 +37,24 @@ class Pin:
     """Window parts that stay on one side while it is held; a split adds the new part."""
 
     parts: list[WindowPart] = field(default_factory=list)
+
+    def hold(self, part: WindowPart, *, device: bool) -> None:
+        """Keep one side of a part."""
+        self.parts.append(part)
+        if device:
+            part.device_pins = (*part.device_pins, self)
+        else:
+            part.host_pins = (*part.host_pins, self)
+
+    def let_go(self, *, device: bool) -> list[WindowPart]:
+        """Let go of all parts, and return them."""
+        parts, self.parts = self.parts, []
+        for part in parts:
+            if device:
+                part.device_pins = tuple(pin for pin in part.device_pins if pin is not self)
+            else:
+                part.host_pins = tuple(pin for pin in part.host_pins if pin is not self)
+        return parts
 
 
 @dataclass(eq=False, slots=True)
@@ -79,27 +97,24 @@ class WindowPart:
 
     Attributes
     ----------
-    id
-        Unique in the tree.
     node
         Whose pages.
     name
         The pool.
     device, host
-        Page numbers in that pool, or None; each side covers the last ``len`` pages of the node.
+        Page numbers in that pool, or None; each side covers the last pages of the node, as many as it has numbers.
     device_pins, host_pins
         What keeps a side from being evicted.
     stored
         Storage has the pages of the host side.
     """
 
-    id: int
     node: TreeNode
     name: str
-    device: Pages | None = None
-    host: Pages | None = None
-    device_pins: list[Pin] = field(default_factory=list)
-    host_pins: list[Pin] = field(default_factory=list)
+    device: PackedPages | None = None
+    host: PackedPages | None = None
+    device_pins: tuple[Pin, ...] = ()
+    host_pins: tuple[Pin, ...] = ()
     stored: bool = False
     write: Operation | None = None
     load: Operation | None = None
@@ -107,7 +122,7 @@ class WindowPart:
     queued: int = 0
 
     def __lt__(self, other: WindowPart) -> bool:
-        return self.id < other.id
+        return self.node.id < other.node.id
 
     @property
     def covered(self) -> int:
@@ -117,12 +132,12 @@ class WindowPart:
     @property
     def on_device(self) -> int:
         """Last pages of the node that are there on the device."""
-        return 0 if self.device is None else len(self.device)
+        return 0 if self.device is None else len(self.device) // PACKED_BYTES
 
     @property
     def on_host(self) -> int:
         """Last pages of the node that are there on the host."""
-        return 0 if self.host is None else len(self.host)
+        return 0 if self.host is None else len(self.host) // PACKED_BYTES
 
 
 class Needed(NamedTuple):
@@ -153,7 +168,7 @@ class TreeNode:
     queued
         In which eviction queues it is, a bit each.
     windows
-        Parts in windowed pools, by pool; None while there are none.
+        Parts in windowed pools, at most one each: a node has few, and a tuple is a fifth of a dict.
     tokens
         Token ids, where somebody listens to events.
     """
@@ -178,7 +193,7 @@ class TreeNode:
     write: Operation | None = None
     load: Operation | None = None
     backup: Operation | None = None
-    windows: dict[str, WindowPart] | None = None
+    windows: tuple[WindowPart, ...] = ()
     tokens: Tokens | None = None
 
     def __lt__(self, other: TreeNode) -> bool:
@@ -243,8 +258,7 @@ class TreeNode:
 
     def window(self, name: str) -> WindowPart | None:
         """Return its part in a windowed pool."""
-        return None if self.windows is None else self.windows.get(name)
-
-    def all_windows(self) -> list[WindowPart]:
-        """Return its parts in windowed pools; a list of its own."""
-        return [] if self.windows is None else list(self.windows.values())
+        for part in self.windows:
+            if part.name == name:
+                return part
+        return None

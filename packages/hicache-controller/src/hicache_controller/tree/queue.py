@@ -21,8 +21,12 @@ class Queueable(Protocol):
 Item = TypeVar("Item", bound=Queueable)
 
 
+_FEW = 64
+"""Entries that are not worth looking through."""
+
+
 class EvictionQueue(Generic[Item]):
-    """A heap whose entries may be out of date; that is found out when they are popped.
+    """A heap whose entries may be out of date; that is found out when they are popped, or when too many have gathered.
 
     Parameters
     ----------
@@ -41,10 +45,17 @@ class EvictionQueue(Generic[Item]):
         self._rank = rank
         self._evictable = evictable
         self._heap: list[tuple[float, float, int, Item]] = []
+        self._look_through_at = _FEW
+
+    def __len__(self) -> int:
+        """Entries, those of items that may not leave any more included: at most half as many again as may."""
+        return len(self._heap)
 
     def offer(self, item: Item) -> None:
         """Let an item wait, unless it does or may not leave."""
         if not item.queued & self._bit and self._evictable(item):
+            if len(self._heap) >= self._look_through_at:
+                self._forget_outdated()
             item.queued |= self._bit
             heapq.heappush(self._heap, (*self._rank(item), item))
 
@@ -59,6 +70,18 @@ class EvictionQueue(Generic[Item]):
                 return item
             self.offer(item)
         return None
+
+    def _forget_outdated(self) -> None:
+        """Drop what may not leave, as most nodes get children and are leaves no more; a few steps for each offer."""
+        kept = []
+        for entry in self._heap:
+            if self._evictable(entry[3]):
+                kept.append(entry)
+            else:
+                entry[3].queued &= ~self._bit
+        heapq.heapify(kept)
+        self._heap = kept
+        self._look_through_at = max(_FEW, len(kept) * 3 // 2)
 
     def __contains__(self, item: Item) -> bool:
         return bool(item.queued & self._bit)

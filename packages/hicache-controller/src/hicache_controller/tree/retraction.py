@@ -120,7 +120,7 @@ class Retraction:
             for part, needed in cache._window(node, name) or ():
                 if part.on_host < needed and not cache._write_window(part):
                     return False
-                cache._pin(part, pin, device=False)
+                pin.hold(part, device=False)
         while any(part.write is not None for part in pin.parts):
             cache.poll(wait=True)
         return all(part.host is not None for part in pin.parts)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ..controller import HiCacheController
@@ -15,7 +14,7 @@ from ..hashing import Namespace
 from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
-from .keys import KEY_BYTES, common_pages, key_list
+from .keys import KEY_BYTES, common_pages, key_list, own_tokens
 from .node import PACKED_BYTES, Needed, Operation, Pages, Pin, TreeNode, WindowPart, pack, unpack
 from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
 from .queue import EvictionQueue
@@ -197,23 +196,14 @@ class TreeStructure:
         for name in self.windows:
             for part, needed in self._window(node, name) or ():
                 if part.on_device >= needed:
-                    self._pin(part, device, device=True)
+                    device.hold(part, device=True)
                 else:
-                    self._pin(part, host, device=False)
+                    host.hold(part, device=False)
         return device, host
 
-    @staticmethod
-    def _pin(part: WindowPart, pin: Pin, *, device: bool) -> None:
-        pin.parts.append(part)
-        (part.device_pins if device else part.host_pins).append(pin)
-
     def _unpin(self, pin: Pin, *, device: bool) -> None:
-        for part in pin.parts:
-            pins = part.device_pins if device else part.host_pins
-            if pin in pins:
-                pins.remove(pin)
+        for part in pin.let_go(device=device):
             self.windows[part.name].offer(part)
-        pin.parts = []
 
     # Shape of the tree
 
@@ -246,7 +236,8 @@ class TreeStructure:
             head.host, node.host = node.host[: at * PACKED_BYTES], node.host[at * PACKED_BYTES :]
             head.host_children = 1
         if node.tokens is not None:
-            head.tokens, node.tokens = node.tokens[: at * self.page_size], node.tokens[at * self.page_size :]
+            cut = at * self.page_size
+            head.tokens, node.tokens = own_tokens(node.tokens[:cut]), own_tokens(node.tokens[cut:])
         for operation in (node.write, node.load, node.backup):
             if operation is not None:
                 operation.nodes.append(head)
@@ -255,16 +246,16 @@ class TreeStructure:
         parent.replace_child(node, head)
         head.children = node
         node.parent = head
-        for part in node.all_windows():
+        for part in node.windows:
             self._split_window(part, head, node.pages)
         return head
 
     def _split_window(self, part: WindowPart, head: TreeNode, tail_pages: int) -> None:
         """Give the head what a part covers of it. The tail keeps the rest, and the pins hold both."""
-        if part.covered <= tail_pages and (part.host is None or len(part.host) <= tail_pages):
+        if part.covered <= tail_pages:
             return
+        at = -tail_pages * PACKED_BYTES
         upper = WindowPart(
-            self._new_id(),
             head,
             part.name,
             stored=part.stored,
@@ -272,21 +263,19 @@ class TreeStructure:
             load=part.load,
             last_access=part.last_access,
         )
-        if part.device is not None and len(part.device) > tail_pages:
-            upper.device, part.device = part.device[:-tail_pages], part.device[-tail_pages:]
-            upper.device_pins = list(part.device_pins)
-        if part.host is not None and len(part.host) > tail_pages:
-            upper.host, part.host = part.host[:-tail_pages], part.host[-tail_pages:]
-            upper.host_pins = list(part.host_pins)
-        for pin in (*upper.device_pins, *upper.host_pins):
-            pin.parts.append(upper)
-        if head.windows is None:
-            head.windows = {}
-        head.windows[part.name] = upper
+        if part.device is not None and part.on_device > tail_pages:
+            upper.device, part.device = part.device[:at], part.device[at:]
+            for pin in part.device_pins:
+                pin.hold(upper, device=True)
+        if part.host is not None and part.on_host > tail_pages:
+            upper.host, part.host = part.host[:at], part.host[at:]
+            for pin in part.host_pins:
+                pin.hold(upper, device=False)
+        head.windows = (*head.windows, upper)
         self.windows[part.name].offer(upper)
 
     def _remove(self, node: TreeNode) -> None:
-        for part in node.all_windows():
+        for part in node.windows:
             self._drop_window(part, device=True)
             self._drop_window(part, device=False)
         if node.parent is not None:
@@ -345,11 +334,11 @@ class TreeStructure:
 
     def _drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Give back one side of a window part; returns its pages."""
-        pages = part.device if device else part.host
-        if pages is None:
+        packed = part.device if device else part.host
+        if packed is None:
             return 0
-        pool = self.windows[part.name]
-        slots = pool.converter.slots(pages)
+        pages = unpack(packed)
+        slots = self.windows[part.name].converter.slots(pages)
         if device:
             self.controller.evict_device(slots, pool=part.name)
             if part.load is None:
@@ -365,11 +354,8 @@ class TreeStructure:
 
     @staticmethod
     def _forget_empty(part: WindowPart) -> None:
-        windows = part.node.windows
-        if part.device is None and part.host is None and windows is not None and windows.get(part.name) is part:
-            del windows[part.name]
-            if not windows:
-                part.node.windows = None
+        if part.device is None and part.host is None:
+            part.node.windows = tuple(other for other in part.node.windows if other is not part)
 
     def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> None:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
@@ -386,10 +372,8 @@ class TreeStructure:
             left -= take
             part = above.window(name)
             if part is None:
-                part = WindowPart(self._new_id(), above, name)
-                if above.windows is None:
-                    above.windows = {}
-                above.windows[name] = part
+                part = WindowPart(above, name)
+                above.windows = (*above.windows, part)
             part.last_access = self._tick
             kept = part.on_device if device else part.on_host
             if part.load is not None or (part.write is not None and not device):
@@ -407,14 +391,13 @@ class TreeStructure:
 
     def _extend_window(self, part: WindowPart, pages: Pages, *, device: bool) -> None:
         """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        kept = part.device if device else part.host
-        joined = pages if kept is None else np.concatenate((pages, kept))
         if device:
-            part.device = joined
+            kept = part.on_device
+            part.device = pack(pages) + (part.device or b"")
         else:
-            part.host = joined
-        tier = Tier.DEVICE if device else Tier.HOST
-        self._tell_window(Change.STORED, tier, part, len(joined), 0 if kept is None else len(kept))
+            kept = part.on_host
+            part.host = pack(pages) + (part.host or b"")
+        self._tell_window(Change.STORED, Tier.DEVICE if device else Tier.HOST, part, kept + len(pages), kept)
 
     def _free_window_pages(self, name: str, pages: Pages, *, device: bool) -> None:
         slots = self.windows[name].converter.slots(pages)

@@ -13,7 +13,7 @@ from ..operations import Ack
 from .events import Change, Tier
 from .eviction import TreeEviction
 from .keys import key_list
-from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart, unpack
+from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart, pack, unpack
 
 
 def further(transfers: Sequence[PoolTransfer]) -> dict[str, Any]:
@@ -86,19 +86,19 @@ class TreeTransfers(TreeEviction):
         self._drop_window(part, device=False)
         pool = self.windows[part.name]
         operation = self._operation([])
-        self._pin(part, operation.device_pin, device=True)
+        operation.device_pin.hold(part, device=True)
         transfer = PoolTransfer(
-            part.name, device_indices=pool.converter.slots(part.device), hit_policy=PoolHitPolicy.TRAILING_PAGES
+            part.name, device_indices=pool.converter.slots(unpack(part.device)), hit_policy=PoolHitPolicy.TRAILING_PAGES
         )
         nothing = torch.empty(0, dtype=torch.int64)
         done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
-        if done is None and self.evict_window_host(part.name, len(part.device)):
+        if done is None and self.evict_window_host(part.name, part.on_device):
             done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
         if done is None or transfer.host_indices is None:
             self._unpin(operation.device_pin, device=True)
             return False
-        part.host = pool.converter.pages(transfer.host_indices)
-        self._pin(part, operation.host_pin, device=False)
+        part.host = pack(pool.converter.pages(transfer.host_indices))
+        operation.host_pin.hold(part, device=False)
         part.write = self._writes[operation.id] = operation
         return True
 
@@ -115,7 +115,7 @@ class TreeTransfers(TreeEviction):
                 part.host = None
                 self._forget_empty(part)
             else:
-                self._tell_window(Change.STORED, Tier.HOST, part, len(part.host))
+                self._tell_window(Change.STORED, Tier.HOST, part, part.on_host)
                 self._start_backup(part.node)
         if operation.nodes:
             self._finish_node_write(operation, failed=failed)
@@ -176,7 +176,7 @@ class TreeTransfers(TreeEviction):
             for part in operation.device_pin.parts if device else operation.host_pin.parts:
                 pages = part.device if device else part.host
                 if pages is not None:
-                    self._free_window_pages(part.name, pages, device=device)
+                    self._free_window_pages(part.name, unpack(pages), device=device)
         (self._finish_load if device else self._finish_write)(operation, failed=True)
 
     def _drop_below(self, node: TreeNode, *, device: bool) -> None:
@@ -210,11 +210,10 @@ class TreeTransfers(TreeEviction):
             got = self.windows[str(transfer.name)].converter.pages(transfer.device_indices.cpu())
             at = 0
             for part in parts[str(transfer.name)]:
-                size = len(part.host) if part.host is not None else 0
-                part.device, part.load = got[at : at + size], operation
-                at += size
-                self._pin(part, operation.device_pin, device=True)
-                self._pin(part, operation.host_pin, device=False)
+                part.device, part.load = pack(got[at : at + part.on_host]), operation
+                at += part.on_host
+                operation.device_pin.hold(part, device=True)
+                operation.host_pin.hold(part, device=False)
         self._loads[operation.id] = operation
         operation.consumer = self.controller.start_loading()
 
@@ -231,7 +230,7 @@ class TreeTransfers(TreeEviction):
                 part.device = None
                 self._forget_empty(part)
             else:
-                self._tell_window(Change.STORED, Tier.DEVICE, part, len(part.device))
+                self._tell_window(Change.STORED, Tier.DEVICE, part, part.on_device)
         if not operation.nodes:
             return
         tail = operation.nodes[0]
@@ -252,15 +251,15 @@ class TreeTransfers(TreeEviction):
         """Store what of the node is settled on the host and not in storage."""
         if node.host is None or node.write is not None or node.backup is not None or not self.controller.has_storage:
             return
-        parts = [p for p in node.all_windows() if p.host is not None and p.write is None and not p.stored]
+        parts = [p for p in node.windows if p.host is not None and p.write is None and not p.stored]
         if node.stored and not parts:
             return
         operation = self._operation([node], whole=not node.stored)
         keys = key_list(node.keys)
         transfers = []
         for part in parts:
-            pages = part.host if part.host is not None else NO_PAGES
-            self._pin(part, operation.host_pin, device=False)
+            pages = NO_PAGES if part.host is None else unpack(part.host)
+            operation.host_pin.hold(part, device=False)
             transfers.append(
                 PoolTransfer(
                     part.name,
@@ -292,7 +291,7 @@ class TreeTransfers(TreeEviction):
         for part in parts:
             if part.host is not None and complete and not failed:
                 part.stored = True
-                self._tell_window(Change.STORED, Tier.STORAGE, part, len(part.host))
+                self._tell_window(Change.STORED, Tier.STORAGE, part, part.on_host)
         for node in operation.nodes:
             node.backup = None
             if operation.whole:
@@ -302,7 +301,7 @@ class TreeTransfers(TreeEviction):
         self._unlock_host(tail)
         if complete and not failed:
             for node in operation.nodes:
-                if node.windows is not None:
+                if node.windows:
                     self._start_backup(node)
 
     # Transfers in flight
