@@ -1,0 +1,191 @@
+"""Bytes that a model's KV cache takes, from its shape or from a Hugging Face ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ELEMENT_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of a value by torch's name of its type."""
+
+_INDEX_SCALE_VALUES = 128  # index keys of DSA share a float32 scale so many at a time, as in DSATokenToKVPool
+_STATE_KINDS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
+_ATTENTION_KINDS = ("full_attention", "attention", "global_attention", "hybrid")
+_WINDOW_KINDS = ("sliding_attention", "chunked_attention", "local_attention")
+
+
+class CapacityError(ValueError):
+    """An argument of a capacity plan that cannot work, in one line."""
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """What a model's caches take on one rank.
+
+    Attributes
+    ----------
+    token_bytes
+        Bytes of a token in all layers that keep every token (full attention, with indexers).
+    window_bytes, window_tokens
+        The same for sliding-window layers, and the window they need at the end of a prefix; 0 where there are none.
+    state_bytes
+        Bytes of one saved recurrent state, all layers; 0 where there is none. A cached prompt keeps one, at its end.
+    notes
+        What was assumed, a sentence each.
+    """
+
+    token_bytes: int
+    window_bytes: int = 0
+    window_tokens: int = 0
+    state_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.token_bytes <= 0:
+            raise CapacityError(f"token_bytes is {self.token_bytes}; a model needs layers that keep every token")
+        for name in ("window_bytes", "window_tokens", "state_bytes"):
+            if getattr(self, name) < 0:
+                raise CapacityError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of the anchor: ``page_size`` tokens of the layers that keep every token."""
+        return page_size * self.token_bytes
+
+    def prompt_bytes(self, tokens: int, page_size: int) -> int:
+        """Bytes a cached prompt takes: its whole pages, its window's last pages, one state; 0 below a page."""
+        pages = tokens // page_size
+        if not pages:
+            return 0
+        window_pages = min(pages, -(-self.window_tokens // page_size))
+        return page_size * (pages * self.token_bytes + window_pages * self.window_bytes) + self.state_bytes
+
+
+def attention_token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Bytes of a token's keys and values in ``layers`` layers."""
+    for name, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        _positive(name, value)
+    return layers * 2 * kv_heads * head_dim * element_bytes(dtype)
+
+
+def latent_token_bytes(layers: int, latent_dim: int, dtype: str, *, index_head_dim: int = 0) -> int:
+    """Bytes of a token's MLA latents in ``layers`` layers, with its index keys and their scales where there are any."""
+    for name, value in (("layers", layers), ("latent_dim", latent_dim)):
+        _positive(name, value)
+    index = index_head_dim + index_head_dim // _INDEX_SCALE_VALUES * 4
+    return layers * (latent_dim * element_bytes(dtype) + index)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of a value; CapacityError for a type that is not in :data:`ELEMENT_BYTES`."""
+    name = dtype.removeprefix("torch.")
+    if name not in ELEMENT_BYTES:
+        raise CapacityError(f"dtype is {dtype!r}; one of {', '.join(ELEMENT_BYTES)} is expected")
+    return ELEMENT_BYTES[name]
+
+
+def geometry_from_config(
+    config: Mapping[str, Any], *, dtype: str | None = None, tp: int = 1, state_bytes: int = 0
+) -> ModelGeometry:
+    """Geometry of a model from its Hugging Face ``config.json``.
+
+    Parameters
+    ----------
+    config
+        The parsed file; of a multimodal model its ``text_config`` counts.
+    dtype
+        Type of the cache; by default the model's.
+    tp
+        Tensor-parallel ranks. KV heads are divided among them (copied where there are fewer heads than ranks), an MLA
+        latent is on every rank.
+    state_bytes
+        Bytes of one recurrent state on this rank, all layers: no ``config.json`` tells how an engine keeps it.
+
+    Raises
+    ------
+    CapacityError
+        Naming the field that is missing or the shape that is not known.
+    """
+    _positive("tp", tp)
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config, **config["text_config"]}
+    notes: list[str] = []
+    if dtype is None:
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+        if not dtype:
+            raise CapacityError("config has neither dtype nor torch_dtype; give the dtype")
+    kinds = _layer_kinds(config, notes)
+    full = sum(kind in _ATTENTION_KINDS for kind in kinds)
+    windowed = sum(kind in _WINDOW_KINDS for kind in kinds)
+    states = sum(kind in _STATE_KINDS for kind in kinds)
+    if states and not state_bytes:
+        raise CapacityError(f"config has {states} recurrent layers; give state_bytes, the bytes of one saved state")
+    latent = config.get("kv_lora_rank")
+    if latent:
+        per_layer = latent_token_bytes(
+            1,
+            _whole(config, "kv_lora_rank") + _whole(config, "qk_rope_head_dim"),
+            dtype,
+            index_head_dim=_whole(config, "index_head_dim") if config.get("index_head_dim") else 0,
+        )
+        notes.append("an MLA latent is on every rank")
+    else:
+        per_layer = attention_token_bytes(1, _rank_heads(config, tp), _head_dim(config), dtype)
+    window_tokens = _whole(config, "sliding_window") if windowed else 0
+    return ModelGeometry(full * per_layer, windowed * per_layer, window_tokens, state_bytes, tuple(notes))
+
+
+def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
+    """Kind of each layer that keeps something of its own."""
+    layers = _whole(config, "num_hidden_layers")
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    pattern = config.get("sliding_window_pattern")
+    kinds: list[str]
+    if listed:
+        kinds = [str(kind) for kind in listed]
+        known = (*_ATTENTION_KINDS, *_WINDOW_KINDS, *_STATE_KINDS)
+        unknown = [kind for kind in kinds if kind not in known]
+        if unknown or len(kinds) != layers:
+            fault = f"has layers of kind {unknown[0]!r}" if unknown else f"lists {len(kinds)} of {layers} layers"
+            raise CapacityError(f"config {fault}; give the shape instead of a config")
+    elif isinstance(pattern, int) and pattern > 1:
+        kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+    else:
+        kinds = ["full_attention"] * layers
+        if config.get("sliding_window") and config.get("use_sliding_window", True):
+            notes.append("config has a sliding window but does not say in which layers: all are counted as full")
+    shared = config.get("num_kv_shared_layers") or 0
+    return kinds[: layers - shared]
+
+
+def _rank_heads(config: Mapping[str, Any], tp: int) -> int:
+    heads = _whole(config, "num_key_value_heads" if config.get("num_key_value_heads") else "num_attention_heads")
+    if heads % tp and tp % heads:
+        raise CapacityError(f"tp is {tp}; it must divide, or be a multiple of, the {heads} KV heads")
+    return max(1, heads // tp)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    if config.get("head_dim"):
+        return _whole(config, "head_dim")
+    return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+
+
+def _whole(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CapacityError(f"config has {name} {value!r}; a positive whole number is expected")
+    return value
+
+
+def _positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise CapacityError(f"{name} is {value}; it must be positive")
