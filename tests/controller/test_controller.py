@@ -515,6 +515,7 @@ def test_metrics_count_bytes_operations_and_paths(make_stack):
     assert snapshot.total("transfer_operations", direction="load") == 3
     assert snapshot.total("transfer_bytes", direction="write_back") == 4 * page
     assert snapshot.total("transfer_bytes", direction="load") == 4 * page
+    assert snapshot.total("transfer_bytes", pool="kv") == 8 * page
     assert snapshot.gauges["write_queue_operations"] == 0
     (histogram,) = (
         series for key, series in snapshot.histograms["transfer_submit_seconds"].items() if ("direction", "load") in key

@@ -329,6 +329,13 @@ def test_every_pool_survives_in_storage(make_hybrid, synchronous):
     transfer = state_of(keys, states)
     assert stack.controller.prefetch(host, keys, request_id="r", pool_transfers=[transfer]).wait() == 3
     assert same(stack.loaded(host, states), rows)
+    counted = stack.controller.metrics.snapshot()
+    for name, pages in (("kv", 3), ("mamba", 1), ("side", 3)):
+        moved = pages * stack.hosts[name].page_bytes
+        for direction in ("write_back", "load"):
+            assert counted.total("transfer_bytes", direction=direction, pool=name) == moved
+        for operation in ("backup", "prefetch"):
+            assert counted.total("storage_pages", operation=operation, pool=name) == pages
 
 
 def test_a_prefix_counts_only_where_every_pool_has_what_it_needs(make_hybrid):

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from . import report as reports
 from .capacity_command import capacity
 from .radix import WritePolicy
-from .replay import Replay, ReplayError, ReplayOptions, VerificationError
+from .replay import POOLS, Replay, ReplayError, ReplayOptions, VerificationError
+from .replay.plans import DEFAULT_PAGE_SIZES
 from .storage_worker import PrefetchPolicy
 from .trace import TraceError, TraceRequest, make_trace, read_trace, write_trace
 
@@ -93,17 +94,30 @@ def replay(
     trace: Annotated[Path | None, typer.Argument(help="Trace to replay; without one, a generated trace.")] = None,
     requests: Annotated[int | None, typer.Option(help="Replay only the first N requests.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    pool: Annotated[str, typer.Option(help="mha (K and V) or mla (one latent).")] = "mha",
+    pool: Annotated[
+        str, typer.Option(help=f"Pools of the model: {', '.join(POOLS)}; layers take turns where there are several.")
+    ] = "mha",
     layers: Annotated[int, typer.Option(help="Model layers.")] = 4,
     row_bytes: Annotated[int, typer.Option(help="Bytes one layer keeps for one token in one component.")] = 64,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page [64; deepseek_v4: 256].")] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens a block of the trace stands for.")] = 512,
     l1_pages: Annotated[str, typer.Option(help="Device pages, or percent of the trace's distinct ones [10%].")] = "",
     l2_pages: Annotated[str, typer.Option(help="Host pages, or percent of the trace's distinct ones [25%].")] = "",
+    window_tokens: Annotated[int, typer.Option(help="Tokens a sliding window sees.")] = 128,
+    checkpoint_blocks: Annotated[
+        int, typer.Option(help="Blocks from one place where windows and states are kept to the next.")
+    ] = 1,
+    l1_checkpoints: Annotated[
+        int | None, typer.Option(help="Places the device has windows and states for; by default as many as pages.")
+    ] = None,
+    l2_checkpoints: Annotated[int | None, typer.Option(help="The same on the host.")] = None,
     l3_bytes: Annotated[int | None, typer.Option(help="Storage capacity; 0 for none, no limit by default.")] = None,
     l3_dir: Annotated[Path | None, typer.Option(help="Storage directory; by default a temporary one.")] = None,
     storage: Annotated[str, typer.Option(help="file, memory (ends with the process) or mooncake.")] = "file",
     mooncake_master: Annotated[str, typer.Option(help="Address of the Mooncake master.")] = "127.0.0.1:50051",
+    mooncake_segment_bytes: Annotated[
+        int, typer.Option(help="Memory given to the Mooncake store while this runs; 0 where other clients give it.")
+    ] = 1 << 30,
     prefetch_policy: Annotated[
         PrefetchPolicy, typer.Option(help="How long a request waits for its pages from storage.")
     ] = PrefetchPolicy.WAIT_COMPLETE,
@@ -129,6 +143,7 @@ def replay(
     if l3_dir is not None and (l3_bytes == 0 or not data or storage != "file"):
         _stop("--l3-dir needs --data, --storage file and an --l3-bytes that is not 0; nothing would be stored there")
     loaded = _load_requests(trace, requests)
+    page_size = DEFAULT_PAGE_SIZES.get(pool, 64) if page_size is None else page_size
     distinct = len({block for request in loaded for block in request.blocks})
     largest = max(len(request.blocks) for request in loaded)
     if page_size <= 0 or block_tokens < page_size:
@@ -157,7 +172,12 @@ def replay(
         data=data,
         storage=storage,
         mooncake_master=mooncake_master,
+        mooncake_segment_bytes=mooncake_segment_bytes,
         prefetch_policy=prefetch_policy,
+        window_tokens=window_tokens,
+        checkpoint_blocks=checkpoint_blocks,
+        l1_checkpoints=l1_checkpoints,
+        l2_checkpoints=l2_checkpoints,
     )
     try:
         with _ended_like_interrupted(), Replay(loaded, options) as running:

@@ -55,8 +55,9 @@ class MetricsSnapshot(NamedTuple):
 class Metrics:
     """Counts by name and labels; safe to use from several threads.
 
-    Counters: ``transfer_bytes``, ``transfer_operations`` and ``transfer_runs`` by ``direction`` and ``path``;
+    Counters: ``transfer_bytes``, ``transfer_operations`` and ``transfer_runs`` by ``direction``, ``path`` and ``pool``;
     ``transfer_failures`` by ``direction``; ``fallbacks`` by ``reason`` and ``direction``; ``deferred_frees``;
+    ``storage_pages`` that storage took or gave, by ``operation`` and ``pool``;
     ``backup_pages``, ``backup_failed_pages``, ``backup_retries``, ``backup_dropped_pages``; ``prefetch_pages``,
     ``prefetch_missing_pages``, ``prefetch_cancelled``, ``prefetch_dropped_pages``; ``storage_errors`` and
     ``storage_timeouts`` by ``operation``; ``lost_ranks``. Histograms: ``transfer_seconds`` (the transfer itself, on the

@@ -105,8 +105,14 @@ def setup_line(running: Replay, trace: Path | None) -> str:
     )
     if not options.data:
         return f"{line}; bookkeeping only"
-    abilities = running.host_pool.capabilities()
-    return f"{line}\nwrite-back: {abilities.path_write_back}, load-back: {abilities.path_load} ({abilities.reason})"
+    found = running.model.group.capabilities()
+    paths = {
+        name: f"write-back: {each.path_write_back}, load-back: {each.path_load} ({each.reason})"
+        for name, each in found.items()
+    }
+    if len(paths) == 1:
+        return "\n".join((line, *paths.values()))
+    return "\n".join((line, *(f"{name}: {path}" for name, path in paths.items())))
 
 
 def table(report: ReplayReport, options: ReplayOptions) -> Group:
@@ -129,6 +135,14 @@ def table(report: ReplayReport, options: ReplayOptions) -> Group:
         speed = f"{path.gb_per_second:.2f}" if path.bytes else "-"
         paths.add_row(name, _size(path.bytes), speed, run)
 
+    pools = Table(title="Pages by pool")
+    pools.add_column("pool", overflow="fold")
+    for column in ("L1 to L2", "L2 to L1", "L2 to L3", "L3 to L2", "rows verified"):
+        pools.add_column(column, justify="right")
+    for name, pool in report.pools.items():
+        moved = (pool.written_back, pool.loaded_back, pool.stored, pool.fetched, pool.rows_verified)
+        pools.add_row(name, *(f"{count:,}" for count in moved))
+
     total = Table(show_header=False)
     total.add_column()
     total.add_column(justify="right")
@@ -136,7 +150,8 @@ def table(report: ReplayReport, options: ReplayOptions) -> Group:
     total.add_row("tokens", f"{report.tokens:,}")
     total.add_row("rows verified", f"{report.rows_verified:,}" if options.data else "none (bookkeeping only)")
     total.add_row("time", f"{report.seconds:.2f} s ({report.requests / max(report.seconds, 1e-9):,.0f} requests/s)")
-    return Group(hits, paths, total)
+    tables = (hits, paths, total) if len(report.pools) == 1 else (hits, paths, pools, total)
+    return Group(*tables)
 
 
 def as_json(report: ReplayReport, options: ReplayOptions) -> dict[str, Any]:

@@ -453,7 +453,7 @@ class StorageMover:
         done = attempts = 0
         while True:
             rest = part.batch(done, len(part.keys))
-            stored = self._call("backup", self.page_set, rest.keys, rest.host_indices, rest.parents, rest.name)
+            stored = self._call("backup", rest.name, self.page_set, rest.keys, rest.host_indices, rest.parents)
             done += stored
             if done == len(part.keys):
                 return done
@@ -480,17 +480,19 @@ class StorageMover:
             self._metrics.count("prefetch_cancelled")
 
     def _fetch(self, part: StoragePart) -> int:
-        return self._call("prefetch", self.page_get, part.keys, part.host_indices, part.name)
+        return self._call("prefetch", part.name, self.page_get, part.keys, part.host_indices)
 
-    def _call(self, operation: str, function: Callable[..., list[bool]], *arguments: Any) -> int:
+    def _call(self, operation: str, pool: str, function: Callable[..., list[bool]], *arguments: Any) -> int:
         """Leading pages that a page function moved; none where it raises."""
         began = time.perf_counter()
         try:
-            moved = function(*arguments)
+            moved = function(*arguments, pool)
         except Exception:
             self._metrics.count("storage_errors", operation=operation)
             logger.debug("storage failed to %s pages", operation, exc_info=True)
             return 0
         finally:
             self._metrics.observe("storage_seconds", time.perf_counter() - began, operation=operation)
-        return next((position for position, each in enumerate(moved) if not each), len(moved))
+        pages = next((position for position, each in enumerate(moved) if not each), len(moved))
+        self._metrics.count("storage_pages", pages, operation=operation, pool=pool)
+        return pages

@@ -173,6 +173,7 @@ class TransferHandle(InFlightOperation):
         self.layer_events: tuple[Signal, ...] = tuple(device.signal() for _ in range(layers))
         self.error: BaseException | None = None
         self.results: list[TransferResult] = []
+        self._pools: list[str] = []
         self._device = device
         self._metrics = metrics
         self._cancelled = False
@@ -221,7 +222,7 @@ class TransferHandle(InFlightOperation):
         for transfer in self.transfers:
             if self._cancelled:
                 raise OperationCancelledError("the write was cancelled")
-            self.results.append(transfer.write_back())
+            self._note(transfer, transfer.write_back())
         self.device_released.fire(_cuda_events(result.device_released for result in self.results))
         self.host_ready.fire(_cuda_events(result.host_ready for result in self.results))
         self._stop_clock()
@@ -238,7 +239,7 @@ class TransferHandle(InFlightOperation):
     def _load_whole_pool(self) -> None:
         """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
         result = self.transfers[0].load_whole_pool()
-        self.results.append(result)
+        self._note(self.transfers[0], result)
         if not result.layer_done:
             return
         owner = self.transfers[0]
@@ -264,7 +265,7 @@ class TransferHandle(InFlightOperation):
                     raise OperationCancelledError("the load was cancelled")
                 result = transfer.load_layer(local)
                 # Every layer moves the same runs of pages; they count once.
-                self.results.append(dataclasses.replace(result, runs=0) if id(transfer) in counted else result)
+                self._note(transfer, dataclasses.replace(result, runs=0) if id(transfer) in counted else result)
                 counted.add(id(transfer))
             event.fire()
 
@@ -287,13 +288,18 @@ class TransferHandle(InFlightOperation):
             except Exception as error:
                 self.error = self.error or error
 
+    def _note(self, transfer: L2Transfer, result: TransferResult) -> None:
+        self.results.append(result)
+        self._pools.append(transfer.name)
+
     def _record(self, seconds: float) -> None:
         direction = self.direction.value
-        for result in self.results:
-            self._metrics.count("transfer_bytes", result.bytes, path=result.path, direction=direction)
-            self._metrics.count("transfer_runs", result.runs, path=result.path, direction=direction)
-            self._metrics.count("transfer_operations", path=result.path, direction=direction)
-            if result.path == "reference":
+        for pool, result in zip(self._pools, self.results, strict=True):
+            path = result.path
+            self._metrics.count("transfer_bytes", result.bytes, path=path, direction=direction, pool=pool)
+            self._metrics.count("transfer_runs", result.runs, path=path, direction=direction, pool=pool)
+            self._metrics.count("transfer_operations", path=path, direction=direction, pool=pool)
+            if path == "reference":
                 self._metrics.count("fallbacks", reason=result.reason, direction=direction)
         self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
 

@@ -1,0 +1,134 @@
+"""The pools, groups and allocators that a replay runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hicache_pools import (
+    ExtentAllocator,
+    HostPool,
+    HostPoolGroup,
+    NullPoolHost,
+    PoolEntry,
+    PoolName,
+    PoolSpec,
+    build_host_pool_group,
+)
+
+from ..hybrid import SidecarPoolSpec
+from ..tree import WindowComponent
+from .options import ReplayError, ReplayOptions
+from .plans import PoolPlan
+from .rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayModel:
+    """What a model's pools are in a replay.
+
+    Attributes
+    ----------
+    group
+        The host pools, each with its device pool and its allocator.
+    rows
+        The device rows; None for bookkeeping.
+    allocator
+        Device pages of the anchor.
+    windows
+        The windowed pools.
+    sidecars
+        Pools on the anchor's slots.
+    slots_per_page
+        Of the anchor.
+    """
+
+    group: HostPoolGroup
+    rows: Rows | None
+    allocator: ExtentAllocator
+    windows: tuple[WindowComponent, ...]
+    sidecars: tuple[SidecarPoolSpec, ...]
+    slots_per_page: int
+
+    @property
+    def anchor(self) -> HostPool:
+        """The anchor's host pool."""
+        pool: HostPool = self.group.anchor_entry.host_pool
+        return pool
+
+
+def build_model(options: ReplayOptions) -> ReplayModel:
+    """Make the pools of checked options.
+
+    Raises
+    ------
+    ReplayError
+        Where the device has no memory for them.
+    """
+    plans = options.plans
+    # Without rows a page's tokens need no slots of their own; one slot stands for the page.
+    slots_per_page = options.page_size if options.data else 1
+    rows, group = _with_bytes(options, plans) if options.data else (None, _books(options, plans))
+    windows = tuple(WindowComponent(plan.name, plan.window_pages) for plan in plans if plan.window_pages)
+    windowed = {window.name for window in windows}
+    others = [entry.name for entry in group.entries if entry is not group.anchor_entry]
+    allocator = ExtentAllocator(options.l1_pages, slots_per_page)
+    _let_alloc(group.anchor_entry, allocator)
+    for plan in plans:
+        if plan.window_pages is not None:
+            size = plan.page_size if options.data else 1
+            _let_alloc(group.get_entry(plan.name), ExtentAllocator(options.pool_pages(plan)[0], size))
+    sidecars = tuple(SidecarPoolSpec(name, PoolName.KV) for name in others if name not in windowed)
+    return ReplayModel(group, rows, allocator, windows, sidecars, slots_per_page)
+
+
+def _let_alloc(entry: PoolEntry, allocator: ExtentAllocator) -> None:
+    entry.device_alloc_fn, entry.device_free_fn = allocator.alloc, allocator.free
+
+
+def _books(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> HostPoolGroup:
+    """Make pools without bytes, of the anchor and of those with slots of their own."""
+    sizes = {PoolName.KV: options.l2_pages}
+    sizes |= {plan.name: options.pool_pages(plan)[1] for plan in plans if plan.window_pages is not None}
+    return HostPoolGroup(
+        PoolEntry(name, NullPoolHost(pages, 1), None, lambda layer: layer, is_primary_index_anchor=name == PoolName.KV)
+        for name, pages in sizes.items()
+    )
+
+
+def _with_bytes(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> tuple[Rows, HostPoolGroup]:
+    device = torch.device(options.device)
+    tensors: dict[str, dict[str, list[torch.Tensor]]] = {}
+    specs: dict[str, PoolSpec] = {}
+    for plan in plans:
+        device_pages, host_pages = options.pool_pages(plan)
+        try:
+            mine = tensors[plan.name] = _allocate(plan, device_pages, device)
+        except RuntimeError as error:  # the device has no memory for them
+            raise ReplayError(f"l1_pages is {options.l1_pages}: {str(error).splitlines()[0]}") from None
+        own = len(plan.layers)
+        draft = {name: layers[own:] for name, layers in mine.items()}
+        owns_slots = plan.name == PoolName.KV or plan.window_pages is not None
+        specs[plan.name] = PoolSpec(
+            plan.describe({name: layers[:own] for name, layers in mine.items()}, plan.page_size),
+            plan.layers,
+            indices_from_pool=None if owns_slots else PoolName.KV,
+            pages=host_pages if owns_slots else None,
+            packed_draft_device_pools=[plan.describe(draft, plan.page_size)] if plan.packed_draft_layers else (),
+        )
+    # The ratio sizes an anchor without bytes, whose pages no pool tells; the half keeps rounding from taking one away.
+    ratio = (options.l2_pages + 0.5) / options.l1_pages
+    group = build_host_pool_group(specs, page_size=options.page_size, host_to_device_ratio=ratio)
+    return Rows(plans, tensors, device), group
+
+
+def _allocate(plan: PoolPlan, pages: int, device: torch.device) -> dict[str, list[torch.Tensor]]:
+    slots = pages * plan.page_size
+    return {
+        buffer.name: [
+            torch.zeros((slots // buffer.slots_per_row, *buffer.shape), dtype=buffer.dtype, device=device)
+            for _ in range(plan.layer_num)
+        ]
+        for buffer in plan.buffers
+    }

@@ -1,0 +1,199 @@
+"""What to replay against, and every reason why it cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hicache_pools.memory_budget import HostMemoryBudget
+
+from ..radix import WritePolicy
+from ..storage_worker import PrefetchPolicy
+from ..trace import TraceRequest
+from .plans import POOLS, Geometry, PoolPlan, model_pools
+
+STORAGES = ("file", "memory", "mooncake")
+
+_LARGEST = {
+    "layers": 4096,
+    "row_bytes": 1 << 20,
+    "page_size": 1 << 20,
+    "block_tokens": 1 << 30,
+    "l1_pages": (1 << 31) - 1,
+    "l2_pages": (1 << 31) - 1,
+    "window_tokens": 1 << 30,
+    "checkpoint_blocks": 1 << 30,
+}
+_LARGEST_CHECKPOINTS = 1 << 24
+
+_FEWEST_WINDOWS = 4
+"""Windows a pool must hold: the match's, the next checkpoint's, and as many that are still being written."""
+
+
+class ReplayError(ValueError):
+    """An option that cannot work, in one line."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What to replay against.
+
+    Attributes
+    ----------
+    device
+        ``cpu`` or ``cuda``.
+    pool
+        One of :data:`POOLS`: the pools of the model.
+    layers, row_bytes, page_size
+        Geometry: layers of the model, which several pools share out; ``row_bytes`` is one component of one layer of one
+        token (states have 8 to 16 times as many); ``page_size`` in tokens.
+    window_tokens
+        Tokens a sliding window sees.
+    block_tokens
+        Tokens a block of the trace stands for; a multiple of ``page_size``.
+    checkpoint_blocks
+        After how many blocks of a request its windows and states are kept, besides at its end; a prefix can be found
+        again where they were.
+    l1_pages, l2_pages
+        Pages of the device and the host pool of attention.
+    l1_checkpoints, l2_checkpoints
+        Checkpoints for which device and host have room in the pools of windows and states; None for as many as the
+        pages of attention can have.
+    l3_bytes
+        Capacity of the storage; 0 for none, None for no limit.
+    l3_dir
+        Directory of the storage; None for a temporary one.
+    write_policy
+        One of :class:`hicache_controller.radix.WritePolicy`.
+    data
+        False: bookkeeping only, no bytes, and a storage of keys in memory.
+    storage
+        ``file``, ``memory`` for one that ends with the process, or ``mooncake``.
+    mooncake_master
+        Address of the master of a Mooncake store, which machines share.
+    mooncake_segment_bytes
+        Memory that this process adds to the store, for as long as it lives; 0 where others give it.
+    prefetch_policy
+        How long a request waits for its pages from storage.
+    """
+
+    device: str = "cpu"
+    pool: str = "mha"
+    layers: int = 4
+    row_bytes: int = 64
+    page_size: int = 64
+    block_tokens: int = 512
+    l1_pages: int = 1024
+    l2_pages: int = 4096
+    l3_bytes: int | None = None
+    l3_dir: Path | None = None
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    data: bool = True
+    storage: str = "file"
+    mooncake_master: str = "127.0.0.1:50051"
+    mooncake_segment_bytes: int = 1 << 30
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
+    window_tokens: int = 128
+    checkpoint_blocks: int = 1
+    l1_checkpoints: int | None = None
+    l2_checkpoints: int | None = None
+
+    def check(self, requests: Sequence[TraceRequest]) -> None:
+        """Raise ReplayError for the first option that cannot work with these requests."""
+        self._check_numbers()
+        if self.storage not in STORAGES:
+            raise ReplayError(f"storage is {self.storage!r}; one of {', '.join(STORAGES)} is expected")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ReplayError(f"device is {self.device!r}; cpu or cuda is expected")
+        if self.device != "cpu" and not torch.cuda.is_available():
+            raise ReplayError(f"device is {self.device}, and torch finds no such device on this machine")
+        try:
+            plans = self.plans
+        except ValueError as error:
+            raise ReplayError(str(error)) from None
+        if self.data:
+            try:
+                HostMemoryBudget().check(self._host_bytes(plans))
+            except MemoryError as error:
+                raise ReplayError(str(error)) from None
+        self._check_room(requests, plans)
+
+    def _check_numbers(self) -> None:
+        for name in _LARGEST:
+            value = getattr(self, name)
+            if not 0 < value <= _LARGEST[name]:
+                raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST[name]}")
+        for name in ("l1_checkpoints", "l2_checkpoints"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= _LARGEST_CHECKPOINTS:
+                raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST_CHECKPOINTS}")
+        if self.pool not in POOLS:
+            raise ReplayError(f"pool is {self.pool!r}; one of {', '.join(POOLS)} is expected")
+        if self.row_bytes % 4:
+            raise ReplayError(f"row_bytes is {self.row_bytes}; a multiple of 4 is expected")
+        if self.block_tokens % self.page_size:
+            raise ReplayError(f"block_tokens is {self.block_tokens}, no multiple of page_size {self.page_size}")
+        if self.l3_bytes is not None and self.l3_bytes < 0:
+            raise ReplayError(f"l3_bytes is {self.l3_bytes}; 0 (no storage) or more is expected")
+        if self.mooncake_segment_bytes < 0:
+            raise ReplayError(f"mooncake_segment_bytes is {self.mooncake_segment_bytes}; 0 or more is expected")
+
+    def _check_room(self, requests: Sequence[TraceRequest], plans: Sequence[PoolPlan]) -> None:
+        largest = max(len(request.blocks) for request in requests) * self.pages_per_block
+        for name, tier in (("l1_pages", "device"), ("l2_pages", "host")):
+            if getattr(self, name) < largest:
+                raise ReplayError(
+                    f"{name} is {getattr(self, name)}; the largest request of the trace needs {largest} {tier} pages"
+                )
+        for plan in plans:
+            fewest = _FEWEST_WINDOWS * (plan.window_pages or 0)
+            for name, pages in zip(("l1_checkpoints", "l2_checkpoints"), self.pool_pages(plan), strict=True):
+                if pages < fewest:
+                    raise ReplayError(
+                        f"{name} is {getattr(self, name)}, which gives {plan.name} {pages} pages; it needs {fewest}"
+                    )
+
+    def _host_bytes(self, plans: Sequence[PoolPlan]) -> int:
+        total = 0
+        for plan in plans:
+            device, host = self.pool_pages(plan)
+            total += plan.page_bytes * (host + (device if self.device == "cpu" else 0))
+        return total
+
+    @property
+    def plans(self) -> tuple[PoolPlan, ...]:
+        """The device pools of the model; ValueError where there can be no such model."""
+        return model_pools(self.pool, Geometry(self.layers, self.row_bytes, self.page_size, self.window_tokens))
+
+    def pool_pages(self, plan: PoolPlan) -> tuple[int, int]:
+        """Pages of a pool on the device and on the host."""
+        if plan.window_pages is None:
+            return self.l1_pages, self.l2_pages
+        # Windows that are longer than the way from one checkpoint to the next share pages.
+        between = self.checkpoint_blocks * self.pages_per_block
+        each = min(plan.window_pages, between)
+
+        def pages(checkpoints: int | None, attention_pages: int) -> int:
+            if checkpoints is None:
+                return max(-(-attention_pages // between) * each, _FEWEST_WINDOWS * (plan.window_pages or 0))
+            return checkpoints * each
+
+        return pages(self.l1_checkpoints, self.l1_pages), pages(self.l2_checkpoints, self.l2_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of attention and of what shares its slots, all layers and components."""
+        return sum(plan.page_bytes for plan in self.plans if plan.window_pages is None)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages of a trace block."""
+        return self.block_tokens // self.page_size
+
+    @property
+    def components(self) -> int:
+        """Rows that a layer of the first pool keeps for a token."""
+        return len(self.plans[0].buffers)
