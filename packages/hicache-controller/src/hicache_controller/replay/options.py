@@ -63,7 +63,7 @@ class ReplayOptions:
         Checkpoints for which device and host have room in the pools of windows and states; None for as many as the
         pages of attention can have.
     l3_bytes
-        Capacity of the storage; 0 for none, None for no limit.
+        Capacity of the storage; 0 for none, None for no limit. Without data it counts what the pages would have.
     l3_dir
         Directory of the storage; None for a temporary one.
     write_policy

@@ -23,6 +23,7 @@ from ..storage.mooncake import MooncakeStorage
 from ..storage_link import StorageSettings
 from ..storage_worker import PrefetchPolicy
 from ..trace import TraceRequest
+from .key_storage import KeyStorage
 from .model import ReplayModel, build_model
 from .options import ReplayError, ReplayOptions
 from .results import PathCounts, PoolCounts, ReplayReport
@@ -212,7 +213,9 @@ class Replay:
         options = self.options
         if options.l3_bytes == 0:
             return None
-        if not options.data or options.storage == "memory":
+        if not options.data:
+            return KeyStorage({str(plan.name): plan.page_bytes for plan in options.plans}, options.l3_bytes)
+        if options.storage == "memory":
             return MemoryStorage(options.l3_bytes)
         # The rows are a function of token ids, place and component, whatever the trace: one "model" for all.
         fingerprint = Fingerprint("hicache-replay", revision="1")
@@ -253,7 +256,7 @@ class Replay:
             )
         report.paths["L1 to L2"].pages = sum(pool.written_back for pool in report.pools.values())
         report.paths["L2 to L1"].pages = sum(pool.loaded_back for pool in report.pools.values())
-        if self.storage is None:
+        if self.storage is None or not self.options.data:
             return
         stats = self.storage.stats()
         for name, count, operation in (
