@@ -290,8 +290,8 @@ def main() -> None:
     for name in figures[0]:
         table.add_row(name, *(str(column[name]) for column in figures))
     Console().print(table)
-    if any(said != answers[0] for said in answers):
-        raise SystemExit("the three engines gave different tokens")
+    if any(said != answers[0] for said in answers) or not all(figures[2][tier] for tier in ("L1", "L2", "L3")):
+        raise SystemExit("the three engines gave different tokens, or a tier was of no use")
     Console().print("The three engines gave the same tokens.")
 
 

@@ -27,7 +27,8 @@ class Model:
 
         self.embedding = weights(VOCABULARY, HIDDEN, scale=1)
         self.positions = weights(MAX_TOKENS, HIDDEN, scale=1)
-        self.qkv = weights(LAYERS, HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        # Twice the usual scale: sharp attention, so that wrong keys or values anywhere show in the tokens.
+        self.qkv = weights(LAYERS, HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, scale=2 * HIDDEN**-0.5)
         self.out = weights(LAYERS, HEADS * HEAD_DIM, HIDDEN)
         self.up = weights(LAYERS, HIDDEN, 4 * HIDDEN)
         self.down = weights(LAYERS, 4 * HIDDEN, HIDDEN)
