@@ -1,0 +1,12 @@
+"""A prefix cache for Hugging Face transformers: prompts that begin alike are computed once, also across processes.
+
+>>> cache = HiCache.for_model(model, model_id="org/model", l2_gb=16, storage="/var/cache/hicache")
+>>> with cache.session(input_ids) as past:
+...     output = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
+"""
+
+from .cache import CacheStats, HiCache
+from .errors import UnsupportedError
+from .past import Hit, PastCache
+
+__all__ = ["CacheStats", "HiCache", "Hit", "PastCache", "UnsupportedError"]

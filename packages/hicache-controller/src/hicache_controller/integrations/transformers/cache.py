@@ -1,0 +1,283 @@
+"""HiCache: the prefix cache of one transformers model over device, host and storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hicache_kernels import HostLayout
+
+from ...hashing import Namespace
+from ...storage import Fingerprint, HiCacheStorage
+from ...storage.file import FileStorage
+from .identity import model_fingerprint, weights_mark
+from .model_layout import cache_argument, model_layout
+from .session import Session
+from .tiers import Tiers, build_tiers, default_page_size
+
+logger = logging.getLogger(__name__)
+
+StorageChoice = HiCacheStorage | str | os.PathLike[str] | Callable[[Fingerprint], HiCacheStorage]
+"""A storage backend, a directory for a :class:`FileStorage`, or a function that makes a backend for a fingerprint."""
+
+_DEVICE_SHARE = 0.1
+"""Part of a GPU's memory that L1 takes unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What the cache holds.
+
+    Attributes
+    ----------
+    page_size
+        Tokens a page.
+    device_tokens, host_tokens
+        Tokens whose keys and values are in each tier.
+    device_capacity, host_capacity
+        Tokens that fit.
+    storage_pages
+        Pages in storage, those of other processes included; 0 without storage.
+    """
+
+    page_size: int
+    device_tokens: int
+    host_tokens: int
+    device_capacity: int
+    host_capacity: int
+    storage_pages: int
+
+
+class HiCache:
+    """A prefix cache for ``generate`` and plain forward passes of a transformers model.
+
+    Make one with :meth:`for_model`, use :meth:`session` for each prompt, and :meth:`close` it, or use it as a context
+    manager. One thread uses it.
+
+    Attributes
+    ----------
+    model
+        The model.
+    tiers
+        Pools, controller and prefix tree, for those who want to look.
+    fingerprint
+        What the stored bytes belong to; None without storage.
+    storage
+        The backend, or None.
+    """
+
+    def __init__(
+        self, model: Any, tiers: Tiers, storage: HiCacheStorage | None, fingerprint: Fingerprint | None
+    ) -> None:
+        self.model = model
+        self.tiers = tiers
+        self.storage = storage
+        self.fingerprint = fingerprint
+        self.decoder = decoder_of(model)
+        self.cache_argument = cache_argument(self.decoder.forward)
+        self._mark = weights_mark(model)
+        self._logged: set[str] = set()
+        self._closed = False
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        model_id: str,
+        revision: str | None = None,
+        l1_gb: float | None = None,
+        l2_gb: float = 4.0,
+        storage: StorageChoice | None = None,
+        page_size: int | None = None,
+        layout: HostLayout | str = HostLayout.PAGE_FIRST_DIRECT,
+    ) -> HiCache:
+        """Look at what the model's layers keep, and allocate the tiers for it.
+
+        Parameters
+        ----------
+        model
+            A causal language model of transformers, with its weights, on one device.
+        model_id
+            Name of the model; with revision, weights, dtype and configuration part of the fingerprint under which pages
+            are stored.
+        revision
+            Revision of the weights, if they have one. The weights are hashed as well, where there is a storage.
+        l1_gb
+            GB (10**9 bytes) of device memory for prefixes that need no loading; by default a tenth of the GPU's memory,
+            at most ``l2_gb``; on CPU a quarter of ``l2_gb``. A prompt longer than L1 is cached in part.
+        l2_gb
+            GB of host memory, pinned where the model is on a GPU.
+        storage
+            Where pages outlive the process: a directory, a backend, or a function that makes a backend for a
+            :class:`Fingerprint`. A backend that is passed stays the caller's; others are closed with the cache.
+        page_size
+            Tokens a page: prefixes are kept in whole pages. By default what makes copies fast: 16 to 256.
+        layout
+            Order of the bytes on the host.
+
+        Returns
+        -------
+        HiCache
+            Ready for sessions.
+
+        Raises
+        ------
+        UnsupportedError
+            For a model whose layers the cache cannot restore, or that spreads over several devices.
+        ValueError
+            If a tier is too small for the model, or an argument is out of range.
+        """
+        shape = model_layout(model)
+        page_size = default_page_size(shape) if page_size is None else page_size
+        l1 = _default_l1(shape.device, l2_gb) if l1_gb is None else l1_gb
+        tiers = build_tiers(
+            shape, page_size=page_size, l1_bytes=int(l1 * 1e9), l2_bytes=int(l2_gb * 1e9), host_layout=layout
+        )
+        try:
+            backend, fingerprint = None, None
+            if storage is not None:
+                fingerprint = model_fingerprint(model, model_id, revision=revision, page_size=page_size)
+                backend = _open_storage(storage, fingerprint)
+                tiers.controller.attach_storage_backend(backend)
+            cache = cls(model, tiers, backend, fingerprint)
+        except BaseException:
+            tiers.close()
+            raise
+        cache._owns_storage = backend is not None and backend is not storage
+        return cache
+
+    _owns_storage: bool = False
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.tiers.page_size
+
+    def session(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        checkpoints: Sequence[int] | None = None,
+        namespace: Namespace | None = None,
+    ) -> Session:
+        """Begin with a prompt, or a batch of prompts; ``with`` gives the cache to generate with.
+
+        Leaving the block keeps the new complete pages, of the prompt and of what was generated, and writes them to the
+        host and to storage in the background. Leaving it with an error keeps nothing.
+
+        Parameters
+        ----------
+        input_ids
+            int64 ``[batch, tokens]`` on any device: the whole prompts, padded on the left.
+        attention_mask
+            ``[batch, tokens]``, 0 for padding; needed where there is any.
+        checkpoints
+            For models with sliding windows or recurrent states, which can be continued only where these were saved:
+            numbers of tokens of the prompt at which to save them, such as the end of a document that several questions
+            follow; cut to whole pages. By default the last page boundary of the prompt. The end of what was generated is
+            saved in any case. A recurrent model computes the prompt up to there as the block begins.
+        namespace
+            Separates equal prompts, as of an adapter or a tenant.
+
+        Returns
+        -------
+        Session
+            Its ``with`` value is a :class:`PastCache`: ``past_key_values`` for ``generate`` (with the whole
+            ``input_ids``), or for a forward pass with ``input_ids[:, past.get_seq_length():]``.
+
+        Raises
+        ------
+        RuntimeError
+            If the cache is closed, or the model's weights have changed.
+        """
+        if self._closed:
+            raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
+        if weights_mark(self.model) != self._mark:
+            raise RuntimeError(
+                "the model's weights were changed or moved after HiCache.for_model; what is cached belongs to the old ones: "
+                "close this cache and make a new one"
+            )
+        return Session(self, input_ids, attention_mask, checkpoints, namespace)
+
+    def flush(self) -> None:
+        """Wait until everything kept so far is on the host and in storage."""
+        self.tiers.tree.drain()
+
+    def stats(self) -> CacheStats:
+        """Count what the tiers hold."""
+        held = self.tiers.tree.stats()
+        size = self.page_size
+        return CacheStats(
+            size,
+            held.device_pages * size,
+            held.host_pages * size,
+            self.tiers.tree.device_allocator.page_num * size,
+            int(self.tiers.controller.mem_pool_host.size),
+            0 if self.storage is None else self.storage.stats().pages,
+        )
+
+    def drop_device(self) -> int:
+        """Empty L1, so that prefixes come from the host; returns the tokens that left. For measurements and tests."""
+        tree = self.tiers.tree
+        tree.drain()
+        for name, _ in self.tiers.windowed_pools:
+            tree.evict_window_device(name, tree.window_stats(name).device_pages)
+        freed = tree.evict_device(tree.stats().device_pages)
+        tree.drain()
+        return freed * self.page_size
+
+    def log_once(self, message: str) -> None:
+        """Log a message the first time it comes."""
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.warning(message)
+
+    def close(self) -> None:
+        """Finish writing, stop the threads, and give the memory back; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.tiers.tree.drain()
+        if self.tiers.controller.has_storage:
+            self.tiers.controller.detach_storage_backend()
+        self.tiers.close()
+        if self._owns_storage and self.storage is not None:
+            self.storage.close()
+
+    def __enter__(self) -> HiCache:
+        """Return the cache."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the module that computes the layers, below the head."""
+    return model.get_decoder()
+
+
+def _open_storage(storage: StorageChoice, fingerprint: Fingerprint) -> HiCacheStorage:
+    if isinstance(storage, HiCacheStorage):
+        return storage
+    if isinstance(storage, (str, os.PathLike)):
+        return FileStorage(storage, fingerprint=fingerprint)
+    return storage(fingerprint)
+
+
+def _default_l1(device: torch.device, l2_gb: float) -> float:
+    if device.type == "cpu":
+        return l2_gb / 4
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(l2_gb, total * _DEVICE_SHARE / 1e9)

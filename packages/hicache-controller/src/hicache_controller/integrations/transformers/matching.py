@@ -1,0 +1,94 @@
+"""Finds, for every sequence of a batch, the longest prefix that the tiers hold and the whole batch can use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...hashing import Namespace
+from ...tree import UnifiedRadixCache
+from ...tree.keys import SequenceKeys
+from .past import Hit
+from .rows import Row
+from .tiers import Tiers
+
+
+def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -> tuple[int, list[Hit]]:
+    """Match and pin a prefix of every sequence, start to load it, and say how many columns of the batch it fills.
+
+    transformers keeps one length for the whole batch, so what is used of each sequence ends at the same column: the
+    smallest that any of them reaches. At least one token of every prompt is left to compute.
+
+    Returns
+    -------
+    tuple
+        Columns (padding included) that need no computing, and a :class:`Hit` for each sequence. Each row has its match,
+        on the device or on the way there, and in ``taken`` the tokens that are used.
+    """
+    tree = tiers.tree
+    keys = [SequenceKeys(tiers.page_size, row.tokens, namespace=namespace) for row in rows]
+    usable = [(row.length - 1) // tiers.page_size for row in rows]
+    if tiers.windowed and len({row.pad for row in rows}) > 1:
+        # Windows and states exist at page boundaries alone, and there is no column where every sequence has one.
+        usable = [0] * len(rows)
+    hits: list[Hit] = []
+    try:
+        for row, key, limit in zip(rows, keys, usable, strict=True):
+            match = tree.match_prefix(key.hashes[:limit], namespace=namespace)
+            row.match = match
+            row.match = tree.prefetch(match)
+            device, host = match.device_pages, match.host_pages
+            stored = row.match.pages - device - host
+            size = tiers.page_size
+            hits.append(Hit(0, device * size, host * size, stored * size))
+        columns = _common_columns(tiers, rows, keys, namespace)
+        for row, key in zip(rows, keys, strict=True):
+            _shorten(tree, tiers, row, key, max(0, columns - row.pad), namespace)
+            if row.match is not None:
+                row.match = tree.load_back(row.match, wait=False)
+        # A device without room for all of them gives shorter matches.
+        columns = _common_columns(tiers, rows, keys, namespace)
+        for row in rows:
+            row.taken = max(0, columns - row.pad)
+    except BaseException:
+        release_rows(tree, rows)
+        raise
+    return columns, [Hit(row.taken, hit.device, hit.host, hit.storage) for row, hit in zip(rows, hits, strict=True)]
+
+
+def release_rows(tree: UnifiedRadixCache, rows: Sequence[Row]) -> None:
+    """Unpin the matches of all rows."""
+    for row in rows:
+        if row.match is not None:
+            match, row.match = row.match, None
+            tree.release(match)
+
+
+def _common_columns(
+    tiers: Tiers, rows: Sequence[Row], keys: Sequence[SequenceKeys], namespace: Namespace | None
+) -> int:
+    size = tiers.page_size
+    while True:
+        columns = min(row.pad + (row.match.pages if row.match is not None else 0) * size for row in rows)
+        longest = max(row.pad for row in rows)
+        if not any(columns > row.pad for row in rows):
+            return 0
+        if not tiers.windowed:
+            return columns
+        # Pads are equal here, so columns end on a page boundary; every sequence must be restorable at that very one.
+        before = columns
+        for row, key in zip(rows, keys, strict=True):
+            _shorten(tiers.tree, tiers, row, key, columns - longest, namespace)
+        columns = min(row.pad + (row.match.pages if row.match is not None else 0) * size for row in rows)
+        if columns == before:
+            return columns
+
+
+def _shorten(
+    tree: UnifiedRadixCache, tiers: Tiers, row: Row, key: SequenceKeys, tokens: int, namespace: Namespace | None
+) -> None:
+    """Cut a row's match to the pages that hold its first ``tokens`` tokens."""
+    pages = -(-tokens // tiers.page_size)
+    if row.match is not None and row.match.pages > pages:
+        match, row.match = row.match, None
+        row.match = tree.match_prefix(key.hashes[:pages], namespace=namespace)
+        tree.release(match)

@@ -1,0 +1,237 @@
+"""ModelLayout: what each layer of a model keeps, found by looking at the cache that a two-token forward pass fills."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .errors import UnsupportedError
+
+KNOWN_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+"""Layers of transformers' own cache that can be restored; exactly these, as a subclass keeps more."""
+
+
+class RowShape(NamedTuple):
+    """One component of a token and layer: heads, values a head, and their type."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a row."""
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+class StateShape(NamedTuple):
+    """A recurrent or convolution state of one sequence and layer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a state."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class AttentionShape(NamedTuple):
+    """What an attention layer keeps for a token; the index key is None where the layer has no indexer."""
+
+    key: RowShape
+    value: RowShape
+    index_key: RowShape | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a token and layer."""
+        return self.key.bytes + self.value.bytes + (self.index_key.bytes if self.index_key is not None else 0)
+
+
+class StatesShape(NamedTuple):
+    """The states a linear-attention layer keeps, by their numbers in the layer."""
+
+    conv: tuple[tuple[int, StateShape], ...]
+    recurrent: tuple[tuple[int, StateShape], ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a sequence and layer."""
+        return sum(state.bytes for _, state in (*self.conv, *self.recurrent))
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """What one model layer keeps.
+
+    Attributes
+    ----------
+    attention
+        Shapes of its keys and values; None without attention.
+    window
+        Tokens its attention sees, for a sliding or chunked window; 0 for full attention.
+    states
+        Shapes of its states; None without any.
+    kind
+        The class of transformers' own layer; None for a layer that keeps nothing.
+    options
+        What that class was made with, besides the window.
+    """
+
+    attention: AttentionShape | None = None
+    window: int = 0
+    states: StatesShape | None = None
+    kind: type | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """What all layers of a model keep.
+
+    Attributes
+    ----------
+    layers
+        One a model layer.
+    device
+        Where every layer keeps it.
+    full, sliding, recurrent
+        Numbers of the layers with full attention, with a window, and with states.
+    """
+
+    layers: tuple[LayerLayout, ...]
+    device: torch.device
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """Layers with full attention."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention is not None and not layer.window)
+
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """Layers with a sliding or chunked window."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention is not None and layer.window)
+
+    @property
+    def recurrent(self) -> tuple[int, ...]:
+        """Layers with states."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.states is not None)
+
+    def attention_of(self, layers: Sequence[int], what: str) -> AttentionShape:
+        """Return the shape that these layers share; UnsupportedError where they differ."""
+        return _shared([self.layers[i].attention for i in layers], layers, what)
+
+    def window_of(self, layers: Sequence[int]) -> int:
+        """Return the window that these layers share; UnsupportedError where they differ."""
+        return _shared([self.layers[i].window for i in layers], layers, "windows")
+
+    def states_of(self, layers: Sequence[int]) -> StatesShape:
+        """Return the states that these layers share; UnsupportedError where they differ."""
+        return _shared([self.layers[i].states for i in layers], layers, "states")
+
+
+def cache_argument(forward: Any) -> str:
+    """Return the name under which a forward pass takes its cache; it changed within transformers 5."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
+def model_layout(model: Any) -> ModelLayout:
+    """Run two tokens through the model and look at what its layers keep.
+
+    Raises
+    ------
+    UnsupportedError
+        For a layer the integration does not know, layers on several devices, and a model without attention.
+    """
+    cache = DynamicCache(config=model.config)
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): cache})
+    layers = tuple(_layer_layout(number, layer) for number, layer in enumerate(cache.layers))
+    devices = {tensor.device for layer in cache.layers for tensor in _tensors(layer)}
+    if len(devices) != 1:
+        names = sorted(str(device) for device in devices)
+        raise UnsupportedError(f"the model keeps its cache on {names}; one device is supported")
+    layout = ModelLayout(layers, devices.pop())
+    if not layout.full and not layout.sliding:
+        raise UnsupportedError("no layer of the model has attention, so nothing tells how long its cache is")
+    return layout
+
+
+def _layer_layout(number: int, layer: Any) -> LayerLayout:
+    tensors = _tensors(layer)
+    if not tensors:
+        return LayerLayout()
+    if type(layer) not in KNOWN_LAYERS:
+        raise UnsupportedError(
+            f"layer {number} keeps its cache in a {type(layer).__name__}; supported are "
+            f"{', '.join(known.__name__ for known in KNOWN_LAYERS)}"
+        )
+    attention: AttentionShape | None = None
+    window = 0
+    options: dict[str, Any] = {}
+    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+        index_key: RowShape | None = None
+        if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+            index_key = RowShape(1, layer.indexer_keys.shape[-1], layer.indexer_keys.dtype)
+        attention = AttentionShape(_row_shape(layer.keys), _row_shape(layer.values), index_key)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        window = int(layer.sliding_window)
+    states: StatesShape | None = None
+    if isinstance(layer, LinearAttentionLayer):
+        options["number_of_states"] = layer.number_of_states
+        states = StatesShape(_state_shapes(layer.conv_states), _state_shapes(layer.recurrent_states))
+    return LayerLayout(attention, window, states, type(layer), options)
+
+
+def _row_shape(tensor: torch.Tensor) -> RowShape:
+    return RowShape(tensor.shape[1], tensor.shape[3], tensor.dtype)
+
+
+def _state_shapes(states: Mapping[int, torch.Tensor | None]) -> tuple[tuple[int, StateShape], ...]:
+    return tuple((i, StateShape(tuple(s.shape[1:]), s.dtype)) for i, s in states.items() if s is not None)
+
+
+def _tensors(layer: Any) -> list[torch.Tensor]:
+    """All tensors that a layer keeps for a sequence."""
+    found: list[torch.Tensor | None] = []
+    if isinstance(layer, DynamicLayer):
+        found += [layer.keys, layer.values]
+    if isinstance(layer, DynamicIndexedLayer):
+        found.append(layer.indexer_keys)
+    if isinstance(layer, LinearAttentionLayer):
+        found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    if not isinstance(layer, (DynamicLayer, LinearAttentionLayer)):
+        # A layer of another kind: whatever tensors it has, it will be refused by name.
+        found += [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in found if tensor is not None and tensor.numel()]
+
+
+def _shared(values: Iterable[Any], layers: Sequence[int], what: str) -> Any:
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) != 1:
+        raise UnsupportedError(
+            f"layers {list(layers)} have {what} of {len(distinct)} kinds: {distinct}; one is supported"
+        )
+    return distinct[0]

@@ -1,0 +1,126 @@
+"""Rows: the sequences of a batch without their padding, and copies between their cache layers and pool pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ...tree.keys import Tokens
+from ...tree.node import Pages
+from ...tree.results import Match
+from .errors import UnsupportedError
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence of the batch.
+
+    Attributes
+    ----------
+    tokens
+        Its prompt, without padding.
+    pad
+        Padding tokens before it.
+    match
+        What the tree has of it, pinned.
+    taken
+        Tokens restored from the match; at most all of its pages'.
+    """
+
+    tokens: Tokens
+    pad: int
+    match: Match | None = None
+    taken: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens)
+
+
+def batch_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
+    """Split a left-padded batch into its sequences.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+    UnsupportedError
+        For padding that is not all on the left.
+    """
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}; accepted is [batch, tokens] with a token at least"
+        )
+    tokens = input_ids.cpu().numpy().astype(np.int64, copy=False)
+    if attention_mask is None:
+        return [Row(row, 0) for row in tokens]
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} for input_ids of shape {tuple(input_ids.shape)}; "
+            "both must be the same"
+        )
+    mask = attention_mask.cpu().numpy() != 0
+    pads = mask.shape[1] - mask.sum(axis=1)
+    for number, (row, pad) in enumerate(zip(mask, pads, strict=True)):
+        if not row[pad:].all() or pad == mask.shape[1]:
+            raise UnsupportedError(
+                f"attention_mask of sequence {number} masks tokens behind the first that it shows, or all of them; "
+                "supported is padding on the left"
+            )
+    return [Row(row[pad:], int(pad)) for row, pad in zip(tokens, pads, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class PageRows:
+    """Rows of some pages of a pool, to be read and written as one tensor.
+
+    Attributes
+    ----------
+    pages
+        Page numbers, in order.
+    page_size
+        Rows a page.
+    device
+        Of the pool.
+    """
+
+    pages: Pages
+    page_size: int
+    device: torch.device
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.pages) * self.page_size
+
+    @cached_property
+    def _first(self) -> int | None:
+        """First row where the pages are neighbours in order, as they are whenever the allocator could."""
+        first = int(self.pages[0]) if len(self.pages) else 0
+        neighbours = len(self.pages) < 2 or bool((np.diff(self.pages) == 1).all())
+        return first * self.page_size if neighbours else None
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Numbers of the rows, int64 ``[len(self)]`` on CPU."""
+        return torch.from_numpy(np.add.outer(self.pages * self.page_size, np.arange(self.page_size)).reshape(-1))
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        return self.slots.to(self.device)
+
+    def read(self, pool: torch.Tensor) -> torch.Tensor:
+        """Rows of ``pool`` ``[rows, ...]``: a view of it where the pages are neighbours, a copy otherwise."""
+        if (first := self._first) is not None:
+            return pool[first : first + len(self)]
+        return pool.index_select(0, self._rows)
+
+    def write(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy ``rows`` ``[len(self), ...]`` into ``pool``."""
+        if (first := self._first) is not None:
+            pool[first : first + len(self)].copy_(rows)
+        else:
+            pool.index_copy_(0, self._rows, rows)

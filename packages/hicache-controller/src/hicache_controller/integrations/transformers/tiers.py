@@ -1,0 +1,279 @@
+"""Tiers: the device pools, host pools, controller and prefix tree of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hicache_kernels import HostLayout
+from hicache_pools import (
+    DevicePool,
+    ExtentAllocator,
+    HostPoolGroup,
+    MambaPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPool,
+    NullPoolHost,
+    PoolEntry,
+    PoolName,
+    PoolSpec,
+    build_host_pool_group,
+)
+
+from ...hybrid import HybridCacheController, SidecarPoolSpec
+from ...storage_link import StorageSettings
+from ...storage_worker import PrefetchPolicy
+from ...tree import UnifiedRadixCache, WindowComponent
+from .model_layout import AttentionShape, ModelLayout, StatesShape
+
+PAGE_ROW_BYTES = 32 << 10
+"""Bytes of keys a layer and page should have: a copy that wide runs at the speed of the bus."""
+
+SMALLEST_PAGE, LARGEST_PAGE = 16, 256
+
+WINDOWED_SHARE = 0.3
+"""Part of a tier for windows and states, where the model has any beside full attention."""
+
+FEWEST_CHECKPOINTS = 8
+"""Windows or states a tier holds at least: a session may need three at once."""
+
+
+@dataclass(frozen=True)
+class TierPages:
+    """How many pages of each pool a tier has; ``states`` counts sequences."""
+
+    kv: int
+    sliding: int
+    states: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tiers:
+    """The three tiers of one model.
+
+    Attributes
+    ----------
+    layout
+        What the model's layers keep.
+    page_size
+        Tokens a page.
+    window_tokens
+        Tokens behind the end of a prefix that windowed layers need, 0 without such layers.
+    window_pages
+        Pages these lie in.
+    kv, index, sliding, states
+        Device pools; None where the model has no such layers.
+    group, controller, tree
+        Host pools, transfers, and the books.
+    """
+
+    layout: ModelLayout
+    page_size: int
+    window_tokens: int
+    kv: MHATokenToKVPool | None
+    index: MLATokenToKVPool | None
+    sliding: MHATokenToKVPool | None
+    states: MambaPool | None
+    group: HostPoolGroup
+    controller: HybridCacheController
+    tree: UnifiedRadixCache
+
+    @property
+    def window_pages(self) -> int:
+        """Pages in which the last ``window_tokens`` tokens of a prefix of whole pages lie."""
+        return -(-self.window_tokens // self.page_size)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a prefix can be continued only where a window or a state was saved."""
+        return self.sliding is not None or self.states is not None
+
+    @property
+    def windowed_pools(self) -> tuple[tuple[PoolName, int], ...]:
+        """Pools of windows and states, each with its rows a page."""
+        found: list[tuple[PoolName, int]] = []
+        if self.sliding is not None:
+            found.append((PoolName.SWA, self.page_size))
+        if self.states is not None:
+            found.append((PoolName.MAMBA, 1))
+        return tuple(found)
+
+    def state_buffers(self, layer: int) -> list[torch.Tensor]:
+        """All state buffers of one of the pool's layers, ``[slots, ...]``, in the order a cache layer has them."""
+        if self.states is None:
+            return []
+        return [family[layer] for family in (*self.states.conv_buffer, *self.states.side_buffer.values())]
+
+    def close(self) -> None:
+        """Stop the transfers and give the host memory back."""
+        self.controller.shutdown()
+        self.group.destroy()
+
+
+def default_page_size(layout: ModelLayout) -> int:
+    """Return the smallest power of two that makes a layer's share of a page large enough for fast copies."""
+    layers = layout.full or layout.sliding
+    row = max(1, layout.attention_of(layers, "keys and values").key.bytes)
+    page = SMALLEST_PAGE
+    while page < LARGEST_PAGE and page * row < PAGE_ROW_BYTES:
+        page *= 2
+    return page
+
+
+def build_tiers(
+    layout: ModelLayout, *, page_size: int, l1_bytes: int, l2_bytes: int, host_layout: HostLayout | str
+) -> Tiers:
+    """Allocate the device pools and host pools of a model, and make what manages them.
+
+    Parameters
+    ----------
+    layout
+        What the layers keep.
+    page_size
+        Tokens a page.
+    l1_bytes, l2_bytes
+        Memory on the device and on the host.
+    host_layout
+        Order of a page's bytes on the host.
+
+    Raises
+    ------
+    ValueError
+        If a tier has no room for a page and a few checkpoints.
+    UnsupportedError
+        If layers of one kind keep different shapes.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    window_tokens = max(1, layout.window_of(layout.sliding) - 1) if layout.sliding else 0
+    window_pages = -(-window_tokens // page_size)
+    full = layout.attention_of(layout.full, "keys and values") if layout.full else None
+    sliding = layout.attention_of(layout.sliding, "keys and values") if layout.sliding else None
+    states = layout.states_of(layout.recurrent) if layout.recurrent else None
+    sizes = _PageBytes(
+        0 if full is None else full.bytes * len(layout.full) * page_size,
+        0 if sliding is None else sliding.bytes * len(layout.sliding) * page_size,
+        0 if states is None else states.bytes * len(layout.recurrent),
+        window_pages,
+    )
+    device, host = _split("l1_gb", l1_bytes, sizes), _split("l2_gb", l2_bytes, sizes)
+    kv_pool = None if full is None else _attention_pool(full, len(layout.full), device.kv, page_size, layout.device)
+    index_pool = None if full is None else _index_pool(full, len(layout.full), device.kv, page_size, layout.device)
+    sliding_pool = (
+        None
+        if sliding is None
+        else _attention_pool(sliding, len(layout.sliding), device.sliding, page_size, layout.device)
+    )
+    states_pool = None if states is None else _states_pool(states, len(layout.recurrent), device.states, layout.device)
+
+    pools: dict[str, DevicePool | PoolSpec] = {}
+    if kv_pool is not None:
+        pools[PoolName.KV] = PoolSpec(kv_pool, layers=layout.full, pages=host.kv)
+    if index_pool is not None:
+        pools[PoolName.INDEXER] = PoolSpec(index_pool, layers=layout.full)
+    if sliding_pool is not None:
+        pools[PoolName.SWA] = PoolSpec(sliding_pool, layers=layout.sliding, pages=host.sliding)
+    if states_pool is not None:
+        pools[PoolName.MAMBA] = PoolSpec(states_pool, layers=layout.recurrent, pages=host.states)
+    pin = layout.device.type != "cpu"
+    group = build_host_pool_group(pools, page_size=page_size, layout=host_layout, pin_memory=pin)
+    try:
+        if kv_pool is None:
+            anchor = NullPoolHost(host.kv, page_size, host_layout)
+            entry = PoolEntry(PoolName.KV, anchor, None, lambda _: None, is_primary_index_anchor=True)
+            group = HostPoolGroup([entry, *group.entries])
+        pages = _connect_allocators(group, device, page_size)
+        sidecars = [SidecarPoolSpec(PoolName.INDEXER, PoolName.KV)] if index_pool is not None else []
+        controller = HybridCacheController(
+            group, sidecars=sidecars, storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
+        )
+        components = []
+        if sliding_pool is not None:
+            components.append(WindowComponent(PoolName.SWA, window_pages))
+        if states_pool is not None:
+            components.append(WindowComponent.recurrent_state())
+        tree = UnifiedRadixCache(controller, pages, page_size=page_size, components=components)
+    except BaseException:
+        group.destroy()
+        raise
+    return Tiers(
+        layout, page_size, window_tokens, kv_pool, index_pool, sliding_pool, states_pool, group, controller, tree
+    )
+
+
+@dataclass(frozen=True)
+class _PageBytes:
+    """Bytes of a page of each pool, and the pages of a window."""
+
+    kv: int
+    sliding: int
+    states: int
+    window_pages: int
+
+    @property
+    def checkpoint(self) -> int:
+        return self.sliding * self.window_pages + self.states
+
+
+def _split(name: str, size: int, sizes: _PageBytes) -> TierPages:
+    """Divide a tier between full attention, and windows and states."""
+    checkpoints = 0
+    if sizes.checkpoint:
+        share = WINDOWED_SHARE if sizes.kv else 1.0
+        checkpoints = max(FEWEST_CHECKPOINTS, int(size * share) // sizes.checkpoint)
+    left = size - checkpoints * sizes.checkpoint
+    # Without full attention a page of the anchor is a number and no bytes; windows are what limits.
+    pages = left // sizes.kv if sizes.kv else checkpoints * max(64, sizes.window_pages)
+    if left < 0 or pages < 1:
+        least = FEWEST_CHECKPOINTS * sizes.checkpoint + sizes.kv
+        raise ValueError(
+            f"{name} is {size / 1e9:g} GB; a page of this model and {FEWEST_CHECKPOINTS} windows or states need "
+            f"{least / 1e9:g} GB"
+        )
+    return TierPages(pages, checkpoints * sizes.window_pages, checkpoints)
+
+
+def _attention_pool(
+    shape: AttentionShape, layers: int, pages: int, page_size: int, device: torch.device
+) -> MHATokenToKVPool:
+    def allocate(heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return list(torch.empty((layers, pages * page_size, heads, dim), dtype=dtype, device=device).unbind(0))
+
+    return MHATokenToKVPool.from_buffers(k=allocate(*shape.key), v=allocate(*shape.value), page_size=page_size)
+
+
+def _index_pool(
+    shape: AttentionShape, layers: int, pages: int, page_size: int, device: torch.device
+) -> MLATokenToKVPool | None:
+    if shape.index_key is None:
+        return None
+    _, dim, dtype = shape.index_key
+    rows = torch.empty((layers, pages * page_size, 1, dim), dtype=dtype, device=device)
+    return MLATokenToKVPool.from_buffers(kv=rows.unbind(0), page_size=page_size)
+
+
+def _states_pool(shape: StatesShape, layers: int, slots: int, device: torch.device) -> MambaPool:
+    def allocate(state: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return list(torch.empty((layers, slots, *state), dtype=dtype, device=device).unbind(0))
+
+    return MambaPool.from_buffers(
+        conv=[allocate(*state) for _, state in shape.conv],
+        side={str(number): allocate(*state) for number, state in shape.recurrent},
+    )
+
+
+def _connect_allocators(group: HostPoolGroup, device: TierPages, page_size: int) -> ExtentAllocator:
+    """Give each pool with slots of its own an allocator for its device side; returns the anchor's."""
+    anchor = ExtentAllocator(device.kv, page_size)
+    allocators = {
+        PoolName.KV: anchor,
+        PoolName.SWA: ExtentAllocator(device.sliding, page_size),
+        PoolName.MAMBA: ExtentAllocator(device.states, 1),
+    }
+    for entry in group.entries:
+        if entry.name in allocators:
+            allocator = allocators[PoolName(entry.name)]
+            entry.device_alloc_fn, entry.device_free_fn = allocator.alloc, allocator.free
+    return anchor
