@@ -340,6 +340,21 @@ def test_host_slots_given_back_while_they_are_written_are_freed_once(make_stack,
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
+def test_host_slots_of_a_failed_write_nobody_has_heard_of_are_not_handed_out_again(make_stack, synchronous):
+    stack = make_stack(host_pages=4, synchronous=synchronous)
+    stack.host_pool.write_gate.failures = 1
+    host = stack.controller.write(stack.alloc(3), node_id=1)
+    stack.controller.start_writing().host_ready.synchronize()
+    assert stack.controller.evict_host(host) == 0
+    assert stack.controller.write(stack.alloc(2), node_id=2) is None
+    (ack,) = stack.controller.poll_writes()
+    assert "injected" in str(ack.error)
+    assert stack.used()[1] == 0
+    again, rows = stack.written(4)
+    assert stack.same(stack.loaded(again), rows)
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
 def test_a_cancelled_operation_that_was_queued_leaves_nothing(make_stack, synchronous):
     stack = make_stack(synchronous=synchronous)
     host, rows = stack.written(3)

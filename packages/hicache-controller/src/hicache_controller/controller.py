@@ -44,6 +44,10 @@ class HiCacheController:
         Complete every operation before the call that starts it returns; for simulations on CPU pools.
     io_backend
         ``"kernel"`` or ``"direct"``, handed to the pools.
+    write_block_quota, load_block_quota
+        Most CTAs that a write-back, and a load-back, may hold while bytes cross the bus; 0 forbids it, None leaves it
+        to the pools. May be set between calls, such as to a small number while decoding: transfers started later keep
+        it.
     storage
         Sizes, limits and policies of backup and prefetch.
     distributed_group
@@ -70,7 +74,8 @@ class HiCacheController:
     Raises
     ------
     ValueError
-        If the pools are on a device and ``synchronous`` is set, or a layer mapper does not cover its pool.
+        If the pools are on a device and ``synchronous`` is set, a layer mapper does not cover its pool, or a quota is
+        negative.
     """
 
     def __init__(
@@ -79,6 +84,8 @@ class HiCacheController:
         *,
         synchronous: bool = False,
         io_backend: str = "kernel",
+        write_block_quota: int | None = None,
+        load_block_quota: int | None = None,
         storage: StorageSettings | None = None,
         distributed_group: Any = None,
         distributed_timeout: float = 60.0,
@@ -88,6 +95,8 @@ class HiCacheController:
         self.mem_pool_host = self.host_group = host_group
         self.metrics = metrics if metrics is not None else Metrics()
         self.io_backend = io_backend
+        self.write_block_quota = write_block_quota
+        self.load_block_quota = load_block_quota
         self._plan = self._layer_plan()
         self.layer_done_counter = LayerDoneCounter(self._plan.layers)
         self.engine = L2TransferEngine(
@@ -112,6 +121,24 @@ class HiCacheController:
         self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
 
     # Pools
+
+    @property
+    def write_block_quota(self) -> int | None:
+        """Most CTAs of the write-backs started from now on."""
+        return self._write_block_quota
+
+    @write_block_quota.setter
+    def write_block_quota(self, quota: int | None) -> None:
+        self._write_block_quota = _checked_quota("write_block_quota", quota)
+
+    @property
+    def load_block_quota(self) -> int | None:
+        """Most CTAs of the load-backs started from now on."""
+        return self._load_block_quota
+
+    @load_block_quota.setter
+    def load_block_quota(self, quota: int | None) -> None:
+        self._load_block_quota = _checked_quota("load_block_quota", quota)
 
     @property
     def storage_host_pool(self) -> Any:
@@ -572,8 +599,9 @@ class HiCacheController:
                 self.host_group.anchor_entry,
                 operation.host_indices,
                 operation.device_indices,
-                io_backend=self.io_backend,
                 load=load,
+                io_backend=self.io_backend,
+                block_quota=self.load_block_quota if load else self.write_block_quota,
             )
         )
 
@@ -627,17 +655,23 @@ class HiCacheController:
         return parts, uses
 
     def _users_of_host(self, use: Use) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Tell for each page whether anything queued or submitted uses it."""
+        """Tell for each page whether anything queued or submitted uses it, or may still give it back."""
         granules = use.granules if use.granules is not None else np.empty(0, dtype=np.int64)
         self.engine.reap()
         busy = self.engine.in_flight.busy(use.place, granules)
         for queue in (self._writes, self._loads):
             if queue.waiting:
                 busy |= queue.waiting_uses.busy(use.place, granules)
+        for operation in self._writes.unsettled():
+            for own in self._uses(operation, Side.HOST, Access.WRITE):
+                if own.place == use.place and own.granules is not None:
+                    busy |= np.isin(granules, own.granules)
         return busy
 
     def _any_in_flight(self) -> bool:
-        return bool(self.engine.in_flight or self._writes.waiting or self._loads.waiting)
+        if self.engine.in_flight or self._writes.waiting or self._loads.waiting:
+            return True
+        return any(True for _ in self._writes.unsettled())
 
     def _start_writes_of(self, uses: Iterable[Use]) -> None:
         if self._writes.waiting and any(self._writes.waiting_uses.users(use, (Access.WRITE,)) for use in uses):
@@ -667,6 +701,12 @@ class HiCacheController:
         """Return the device slots of a load that does not count."""
         if operation.device_indices.numel():
             self.host_group.free_device(operation.device_indices)
+
+
+def _checked_quota(name: str, quota: int | None) -> int | None:
+    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
+        raise ValueError(f"{name} is {quota!r}; accepted are None, 0 (no SM) and a number of CTAs")
+    return quota
 
 
 def _device_of(entry: PoolEntry) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .agreement import Agreement
@@ -139,6 +139,13 @@ class OperationQueue:
         for started, error in self._outcomes():
             self._finish(started, error, acks)
         return acks
+
+    def unsettled(self) -> Iterator[CacheOperation]:
+        """Yield operations that are done and whose slots the next poll may give back."""
+        for started in self.started:
+            if started.done:
+                lost = self._agreement.needed or started.error() is not None
+                yield from (part for part in started.operation.parts if lost or part.cancelled)
 
     def keep_acks(self) -> None:
         """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
