@@ -296,8 +296,9 @@ class HybridCacheController(HiCacheController):
                 self.host_group.get_entry(part.name),
                 part.host_indices,
                 part.device_indices,
-                io_backend=self.io_backend,
                 load=load,
+                io_backend=self.io_backend,
+                block_quota=self.load_block_quota if load else self.write_block_quota,
             )
         return transfers
 

@@ -33,7 +33,14 @@ class LayerPlan(NamedTuple):
     draft_maps: dict[str, tuple[tuple[int | None, ...], ...]]
 
     def transfers(
-        self, entry: PoolEntry, host_indices: torch.Tensor, device_indices: torch.Tensor, *, io_backend: str, load: bool
+        self,
+        entry: PoolEntry,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        *,
+        load: bool,
+        io_backend: str,
+        block_quota: int | None = None,
     ) -> Iterator[L2Transfer]:
         """Yield what moves for one pool: a load has a transfer for each packed draft, a write-back takes them along.
 
@@ -42,14 +49,22 @@ class LayerPlan(NamedTuple):
         """
         name = str(entry.name)
         host = host_indices.cpu()
-        yield L2Transfer(
-            name, entry.host_pool, entry.device_pool, host, device_indices, self.maps[name], io_backend=io_backend
-        )
+        sides = [(entry.device_pool, self.maps[name], False)]
         if load:
-            for pool, layer_map in zip(entry.packed_draft_device_pools, self.draft_maps[name], strict=True):
-                yield L2Transfer(
-                    name, entry.host_pool, pool, host, device_indices, layer_map, is_draft=True, io_backend=io_backend
-                )
+            drafts = zip(entry.packed_draft_device_pools, self.draft_maps[name], strict=True)
+            sides += [(pool, layer_map, True) for pool, layer_map in drafts]
+        for pool, layer_map, is_draft in sides:
+            yield L2Transfer(
+                name,
+                entry.host_pool,
+                pool,
+                host,
+                device_indices,
+                layer_map,
+                is_draft=is_draft,
+                io_backend=io_backend,
+                block_quota=block_quota,
+            )
 
 
 def layer_plan(entries: Iterable[PoolEntry]) -> LayerPlan:

@@ -74,6 +74,8 @@ class L2Transfer:
         Whether the layers are the draft's tail layers of the host pool.
     io_backend
         ``"kernel"`` or ``"direct"``.
+    block_quota
+        Most CTAs the transfer may hold, as the pools take it. Only a pool's calls with a quota get the keyword.
     """
 
     name: str
@@ -84,6 +86,7 @@ class L2Transfer:
     layer_map: tuple[int | None, ...]
     is_draft: bool = False
     io_backend: str = "kernel"
+    block_quota: int | None = None
 
     def device_granules(self) -> Granules | None:
         """Pages of the device side; None where they are not known on the CPU."""
@@ -103,23 +106,38 @@ class L2Transfer:
     def write_back(self) -> TransferResult:
         """Queue or do the copy of every layer to the host."""
         result: TransferResult = self.host_pool.backup_from_device_all_layer(
-            self.device_pool, self.host_indices, self.device_indices, self.io_backend
+            self.device_pool, self.host_indices, self.device_indices, self.io_backend, **self._quota()
         )
         return result
 
     def load_whole_pool(self) -> TransferResult:
         """Queue or do the copy of all layers to the device, those of packed drafts included."""
         result: TransferResult = self.host_pool.load_to_device_all_layer(
-            self.device_pool, self.host_indices, self.device_indices, self.io_backend, layer_events=True
+            self.device_pool,
+            self.host_indices,
+            self.device_indices,
+            self.io_backend,
+            layer_events=True,
+            **self._quota(),
         )
         return result
 
     def load_layer(self, layer: int) -> TransferResult:
         """Queue or do the copy of one of the pool's layers to the device."""
         result: TransferResult = self.host_pool.load_to_device_per_layer(
-            self.device_pool, self.host_indices, self.device_indices, layer, self.io_backend, is_draft=self.is_draft
+            self.device_pool,
+            self.host_indices,
+            self.device_indices,
+            layer,
+            self.io_backend,
+            is_draft=self.is_draft,
+            **self._quota(),
         )
         return result
+
+    def _quota(self) -> dict[str, int]:
+        # Pools that engines bring need not know the keyword.
+        return {} if self.block_quota is None else {"block_quota": self.block_quota}
 
 
 class InFlightOperation:

@@ -272,6 +272,8 @@ class HostPool:
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str = "kernel",
+        *,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Queue the copy of all layers of device slots to host slots, drafts included.
 
@@ -285,6 +287,9 @@ class HostPool:
             numpy or a kernel of your own, pass other tensor objects (views will do).
         io_backend
             ``"kernel"`` (the planner decides) or ``"direct"`` (copies only, no rows moved by the SMs).
+        block_quota
+            Most CTAs that may hold SMs while bytes cross the bus; 0 forbids it, as ``"direct"`` does, and None takes
+            the measured trade of bandwidth and SMs. A ``transfer_policy`` of ``"direct"`` gives way to 0.
 
         Returns
         -------
@@ -292,7 +297,7 @@ class HostPool:
             The path, the reason, and the two events: device rows read, host bytes there.
         """
         self._check_owner(device_pool)
-        options = self._options(io_backend)
+        options = self._options(io_backend, block_quota)
         with self._gate.transfer():
             rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.write_back(rows.host, rows.device, **options))
@@ -306,6 +311,7 @@ class HostPool:
         io_backend: str = "kernel",
         *,
         is_draft: bool = False,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Queue the copy of one layer of host slots to device slots.
 
@@ -317,13 +323,13 @@ class HostPool:
             As in :meth:`backup_from_device_all_layer`.
         layer_id
             Layer of the device pool, from 0; with ``is_draft``, layer of the drafts, from the first draft's first.
-        io_backend
+        io_backend, block_quota
             As in :meth:`backup_from_device_all_layer`.
         is_draft
             Whether the layer is a packed draft's.
         """
         layer = self._draft_layer(device_pool, layer_id) if is_draft else self._owner_layer(device_pool, layer_id)
-        options = self._options(io_backend)
+        options = self._options(io_backend, block_quota)
         with self._gate.transfer():
             rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, layer=layer, **options))
@@ -336,6 +342,7 @@ class HostPool:
         io_backend: str = "kernel",
         *,
         layer_events: bool = False,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Queue the copy of all layers of host slots to device slots, drafts included.
 
@@ -343,7 +350,7 @@ class HostPool:
         parameters are those of :meth:`backup_from_device_all_layer`.
         """
         self._check_owner(device_pool)
-        options = self._options(io_backend)
+        options = self._options(io_backend, block_quota)
         with self._gate.transfer():
             rows = self._rows(host_indices, device_indices)
             return self._gate.track(self.transfer.load(rows.host, rows.device, layer_events=layer_events, **options))
@@ -368,11 +375,14 @@ class HostPool:
             component.check_in_place()
         return self._index_rows.rows(host_indices, device_indices)
 
-    def _options(self, io_backend: str) -> _Options:
-        if one_of("io_backend", io_backend, IO_BACKENDS) == "direct":
+    def _options(self, io_backend: str, block_quota: int | None) -> _Options:
+        quota = None if block_quota is None else whole("block_quota", block_quota)
+        if quota is not None and quota < 0:
+            raise ValueError(f"block_quota is {block_quota}; accepted are None, 0 (no SM) and a number of CTAs")
+        if one_of("io_backend", io_backend, IO_BACKENDS) == "direct" or quota == 0:
             # A quota of no blocks leaves the planner the copy engines alone.
             return {"policy": self._staging.copies_policy, "block_quota": 0}
-        return {"policy": self._staging.policy, "block_quota": None}
+        return {"policy": self._staging.policy, "block_quota": quota}
 
     def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:

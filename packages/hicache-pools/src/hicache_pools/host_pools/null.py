@@ -49,6 +49,8 @@ class NullPoolHost(HostPool):
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str = "kernel",
+        *,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()
@@ -63,6 +65,7 @@ class NullPoolHost(HostPool):
         io_backend: str = "kernel",
         *,
         is_draft: bool = False,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()
@@ -76,6 +79,7 @@ class NullPoolHost(HostPool):
         io_backend: str = "kernel",
         *,
         layer_events: bool = False,
+        block_quota: int | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()
