@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import threading
@@ -497,18 +496,23 @@ class FileStorage(HiCacheStorage):
 
     def _spread(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
         """Do the work of all items, in as many threads as it is worth; results in order."""
-        slices = max(1, min(self._threads, len(items), len(items) * item_bytes // _SLICE_BYTES))
-        cuts = [len(items) * i // slices for i in range(slices + 1)]
+        threads = max(1, min(self._threads, len(items), len(items) * item_bytes // _SLICE_BYTES))
+        left = iter(enumerate(items))  # shared: who is done takes the next, however the system divides its CPUs
+        results: dict[int, _Result] = {}
 
-        def some(start: int, stop: int) -> list[_Result]:
-            return [work(item) for item in items[start:stop]]
+        def some() -> None:
+            for position, item in left:
+                results[position] = work(item)
 
-        others = [self._workers.submit(some, *cut) for cut in itertools.pairwise(cuts[1:])]
+        others = [self._workers.submit(some) for _ in range(threads - 1)]
         try:
-            results = some(cuts[0], cuts[1])
+            some()
         finally:
+            others = [other for other in others if not other.cancel()]
             wait(others)  # whatever happened here, nobody may touch the host pages after the call
-        return results + [result for other in others for result in other.result()]
+        for other in others:
+            other.result()
+        return [results[position] for position in range(len(items))]
 
 
 def _file_size(path: str) -> int | None:

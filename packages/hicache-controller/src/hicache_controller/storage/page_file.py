@@ -29,6 +29,7 @@ _FIELDS = struct.Struct("<8sIIQBB6x32s32s16s")
 _CHECKSUM_BYTES = 16
 _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
+_READ_AHEAD_FROM = 64 << 10
 _ALLOCATE_FROM = 64 << 10
 _MOST_VIEWS = 1000  # below the 1,024 that Linux takes in one call
 
@@ -137,12 +138,12 @@ def _read_open(
     if status.st_size != size + FOOTER_BYTES:
         return _why_another_size(file, status.st_size)
     checksum, offset, footer = xxhash.xxh3_128(), 0, bytearray(FOOTER_BYTES)
-    # A short first read makes the kernel read ahead: in large folios and while it copies. One long read does neither.
-    *first, last = pieces(views, _FIRST_READ if size >= _ALLOCATE_FROM else _PIECE_BYTES) or [[]]
+    read = _read_ahead if size >= _READ_AHEAD_FROM else os.preadv
+    *first, last = pieces(views) or [[]]
     for piece in first:
-        offset += _whole(os.preadv, file, piece, offset)
+        offset += _whole(read, file, piece, offset)
         _update(checksum, piece)
-    offset += _whole(os.preadv, file, [*last, memoryview(footer)], offset)
+    offset += _whole(read, file, [*last, memoryview(footer)], offset)
     if offset != status.st_size:
         return Outcome.DAMAGED
     head = bytes(footer[:-_CHECKSUM_BYTES])
@@ -219,16 +220,16 @@ def _open_over(path: str, size: int) -> int | None:
     return None
 
 
-def pieces(views: Sequence[memoryview], first: int = _PIECE_BYTES) -> list[list[memoryview]]:
+def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
     """Cut and gather views so that each piece is one system call and still in the CPU's cache when it is hashed."""
     cut: list[list[memoryview]] = []
-    room, next_room = 0, first
+    room = 0
     for view in views:
         start = 0
         while start < len(view):
             if room == 0 or len(cut[-1]) == _MOST_VIEWS:
                 cut.append([])
-                room, next_room = next_room, _PIECE_BYTES
+                room = _PIECE_BYTES
             part = view[start : start + room]
             cut[-1].append(part)
             start += len(part)
@@ -236,19 +237,32 @@ def pieces(views: Sequence[memoryview], first: int = _PIECE_BYTES) -> list[list[
     return cut
 
 
-def _whole(
-    move: Callable[[int, list[memoryview], int], int], file: int, views: Sequence[memoryview], offset: int
-) -> int:
+def _read_ahead(file: int, views: list[memoryview], offset: int) -> int:
+    """``preadv``, but of a file that is not in the page cache only a little from its start.
+
+    A short first read makes the kernel read ahead: in large folios and while it copies. One long read does neither.
+    """
+    if offset:
+        return os.preadv(file, views, offset)
+    try:
+        return os.preadv(file, views, 0, os.RWF_NOWAIT)
+    except OSError:  # it would wait for the disk, or the file system does not say
+        return os.preadv(file, [views[0][:_FIRST_READ]], 0)
+
+
+def _whole(move: Callable[[int, list[memoryview], int], int], file: int, views: list[memoryview], offset: int) -> int:
     """Call ``preadv`` or ``pwritev`` until all bytes have moved or the file ends; return the bytes moved."""
-    left, total = list(views), 0
-    while left:
-        moved = move(file, left, offset + total)
-        if moved == 0:
-            break
-        total += moved
+    total = moved = move(file, views, offset)
+    if moved == sum(view.nbytes for view in views):  # as nearly always
+        return total
+    left = list(views)
+    while moved:
         while left and moved >= left[0].nbytes:
             moved -= left[0].nbytes
             left.pop(0)
-        if moved:
-            left[0] = left[0][moved:]
+        if not left:
+            break
+        left[0] = left[0][moved:]
+        moved = move(file, left, offset + total)
+        total += moved
     return total
