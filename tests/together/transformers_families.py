@@ -1,0 +1,175 @@
+"""Tiny random models, one for each kind of cache that transformers has, and what two runs of one are compared by."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from hicache_controller.integrations.transformers import HiCache
+from hicache_controller.integrations.transformers.model_layout import cache_argument
+
+PAGE = 8
+VOCABULARY = 64
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+HYBRID_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+
+FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "llama": ("llama", "LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen3": ("qwen3", "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+    "mistral": ("mistral", "MistralConfig", "MistralForCausalLM", {"sliding_window": 21}),
+    "gemma3": (
+        "gemma3",
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 16,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "head_dim": 16,
+            "layer_types": HYBRID_LAYERS,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "head_dim": 8,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "index_topk": 16,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+}
+"""Module, configuration, model and options by family: full, grouped, all windows, some windows, states and indexers."""
+
+RECURRENT = ("qwen3_next", "falcon_h1")
+WINDOWED = ("mistral", "gemma3", *RECURRENT)
+
+
+def make_model(
+    family: str, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Any:
+    """Build a model with random weights."""
+    module, configuration, kind, options = FAMILIES[family]
+    home = importlib.import_module(f"transformers.models.{module}")
+    torch.manual_seed(seed)
+    return getattr(home, kind)(getattr(home, configuration)(**COMMON | options)).eval().to(device=device, dtype=dtype)
+
+
+def random_tokens(count: int, *, batch: int = 1, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Draw tokens, none of which is padding."""
+    return torch.randint(1, VOCABULARY, (batch, count)).to(device)
+
+
+def forward(model: Any, tokens: torch.Tensor, past: Any, **options: Any) -> torch.Tensor:
+    """Run tokens with a cache; returns the logits of all of them."""
+    with torch.no_grad():
+        output = model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): past}, **options)
+    return output.logits
+
+
+def continuation(model: Any, tail: torch.Tensor, past: Any, *, steps: int = 5) -> tuple[list[int], list[torch.Tensor]]:
+    """Run a tail and then greedy steps; returns the tokens chosen and all logits."""
+    logits = [forward(model, tail, past)]
+    chosen: list[int] = []
+    for _ in range(steps):
+        token = logits[-1][:, -1:].argmax(-1)
+        chosen.append(int(token))
+        logits.append(forward(model, token, past))
+    return chosen, logits
+
+
+@dataclass
+class Prefix:
+    """A prefix, and transformers' own cache after it, never off the device."""
+
+    tokens: torch.Tensor
+    kept: DynamicCache
+
+    def cache(self) -> DynamicCache:
+        """Copy the cache, to continue from it."""
+        return copy.deepcopy(self.kept)
+
+
+def compute_prefix(model: Any, tokens: torch.Tensor) -> Prefix:
+    """Compute a prefix in one forward pass with transformers' own cache."""
+    cache = DynamicCache(config=model.config)
+    forward(model, tokens, cache)
+    return Prefix(tokens, cache)
+
+
+def keep(cache: HiCache, prompt: torch.Tensor, at: int) -> None:
+    """Compute a prompt through a session in two forward passes, cut at a page boundary, and let the session keep it."""
+    with cache.session(prompt, checkpoints=[at]) as past:
+        for begin, end in spans(int(past.get_seq_length()), at, prompt.shape[1]):
+            forward(cache.model, prompt[:, begin:end], past)
+
+
+def spans(*ends: int) -> Iterator[tuple[int, int]]:
+    """Pairs of neighbours that are not equal."""
+    return ((begin, end) for begin, end in zip(ends, ends[1:], strict=False) if begin < end)
+
+
+def check(cache: HiCache) -> None:
+    """Check the books of tree and controller."""
+    cache.tiers.tree.check_integrity()
+    cache.tiers.controller.check_integrity()
