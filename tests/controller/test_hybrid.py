@@ -10,7 +10,7 @@ from hicache_controller.storage_link import StorageSettings
 from hicache_pools.device_pools import MambaPool, MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.host_pools import MambaPoolHost, MHATokenToKVPoolHost
+from hicache_pools.host_pools import MambaPoolHost, MHATokenToKVPoolHost, NullPoolHost
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 PAGE = 4
@@ -413,3 +413,13 @@ def test_states_move_without_the_anchor(make_hybrid):
     stack.controller.load(nothing, node_id=3, pool_transfers=[PoolTransfer("mamba", host_indices=out.host_indices)])
     assert stack.controller.cancel_load(3)
     assert stack.used() == used(0, 2, 0, 2)
+
+
+def test_an_anchor_without_bytes_takes_the_device_of_the_pools_beside_it():
+    class OnGpu:
+        device = torch.device("cuda")
+
+    anchor = PoolEntry("kv", NullPoolHost(PAGES, PAGE), None, lambda _: None, is_primary_index_anchor=True)
+    window = PoolEntry("swa", NullPoolHost(PAGES, PAGE), OnGpu(), lambda _: None)
+    with pytest.raises(ValueError, match="synchronous is True with pools on cuda"):
+        HybridCacheController(HostPoolGroup([anchor, window]), synchronous=True)

@@ -100,7 +100,7 @@ class HiCacheController:
         self._plan = self._layer_plan()
         self.layer_done_counter = LayerDoneCounter(self._plan.layers)
         self.engine = L2TransferEngine(
-            _device_of(host_group.anchor_entry), synchronous=synchronous, metrics=self.metrics, guards=guards
+            _device_of(host_group), synchronous=synchronous, metrics=self.metrics, guards=guards
         )
         self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
         self._host_slots = HostSlots(
@@ -709,5 +709,7 @@ def _checked_quota(name: str, quota: int | None) -> int | None:
     return quota
 
 
-def _device_of(entry: PoolEntry) -> torch.device:
-    return torch.device("cpu") if entry.device_pool is None else torch.device(entry.device_pool.device)
+def _device_of(group: HostPoolGroup) -> torch.device:
+    """Device of the pools; an anchor that keeps no bytes has none of its own."""
+    pools = [entry.device_pool for entry in (group.anchor_entry, *group.entries) if entry.device_pool is not None]
+    return torch.device(pools[0].device) if pools else torch.device("cpu")
