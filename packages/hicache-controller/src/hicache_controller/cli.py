@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from . import report as reports
+from .bench.cli import bench_app
 from .capacity_command import capacity
 from .radix import WritePolicy
 from .replay import POOLS, Replay, ReplayError, ReplayOptions, VerificationError
@@ -26,6 +27,7 @@ from .trace import TraceError, TraceRequest, make_trace, read_trace, write_trace
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 trace_app = typer.Typer(no_args_is_help=True, help="Request traces.")
 app.add_typer(trace_app, name="trace")
+app.add_typer(bench_app, name="bench")
 app.command()(capacity)
 
 BAD_INPUT = 2

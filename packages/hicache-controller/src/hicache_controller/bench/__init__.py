@@ -1,0 +1,1 @@
+"""Benchmarks of the whole cache under a model: ``hicache bench``."""
