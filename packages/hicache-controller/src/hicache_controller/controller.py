@@ -270,8 +270,10 @@ class HiCacheController:
         self._check_open()
         with self._lock:
             for operation in self._loads.waiting:
+                if not self._writes.waiting:
+                    break
                 # A write of these slots that only waits to be started has to go first.
-                self._start_writes_of(self._uses(operation, Side.HOST, Access.READ))
+                self._start_writes_of(self._uses(operation, host=Access.READ))
             started = self._loads.start()
             if started is None:
                 return NOTHING_TO_WAIT_FOR
@@ -541,7 +543,7 @@ class HiCacheController:
             )
             self._writes.add(
                 operation,
-                [*self._uses(operation, Side.DEVICE, Access.READ), *self._uses(operation, Side.HOST, Access.WRITE)],
+                self._uses(operation, device=Access.READ, host=Access.WRITE),
             )
             return host_indices
 
@@ -575,7 +577,7 @@ class HiCacheController:
             )
             self._loads.add(
                 operation,
-                [*self._uses(operation, Side.DEVICE, Access.WRITE), *self._uses(operation, Side.HOST, Access.READ)],
+                self._uses(operation, device=Access.WRITE, host=Access.READ),
             )
             return device_indices
 
@@ -605,8 +607,13 @@ class HiCacheController:
             )
         )
 
-    def _uses(self, operation: CacheOperation, side: Side, access: Access) -> list[Use]:
-        return [transfer.use(side, access) for transfer in self._transfers(operation, load=False)]
+    def _uses(
+        self, operation: CacheOperation, *, device: Access | None = None, host: Access | None = None
+    ) -> list[Use]:
+        """Say what an operation does on the sides that are given."""
+        sides = [(side, access) for side, access in ((Side.DEVICE, device), (Side.HOST, host)) if access is not None]
+        transfers = self._transfers(operation, load=False)
+        return [transfer.use(side, access) for transfer in transfers for side, access in sides]
 
     def _backup(
         self,
@@ -663,7 +670,7 @@ class HiCacheController:
             if queue.waiting:
                 busy |= queue.waiting_uses.busy(use.place, granules)
         for operation in self._writes.unsettled():
-            for own in self._uses(operation, Side.HOST, Access.WRITE):
+            for own in self._uses(operation, host=Access.WRITE):
                 if own.place == use.place and own.granules is not None:
                     busy |= np.isin(granules, own.granules)
         return busy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,14 +19,14 @@ Granules = npt.NDArray[np.int64]
 Owner = TypeVar("Owner")
 
 
-class Side(Enum):
+class Side(StrEnum):
     """Which memory of a pool."""
 
     DEVICE = "device"
     HOST = "host"
 
 
-class Access(Enum):
+class Access(StrEnum):
     """What an operation does with slots."""
 
     READ = "read"
@@ -70,11 +71,16 @@ def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
     whole, rest = divmod(len(slots), page_size)
     if whole and not rest:
         table = slots.reshape(whole, page_size)
-        pages = table[:, 0] // page_size
+        pages: Granules = table[:, 0] // page_size
         # The usual case, whole pages in order, costs one comparison a slot instead of a sort.
-        if np.array_equal(table, pages[:, None] * page_size + np.arange(page_size)):
+        if (table == pages[:, None] * page_size + _steps(page_size)).all():
             return pages
     return np.unique(slots // page_size)
+
+
+@lru_cache
+def _steps(count: int) -> Granules:
+    return np.arange(count)
 
 
 @dataclass
@@ -136,7 +142,10 @@ class InFlight(Generic[Owner]):
                 raise ValueError(f"{owner!r} is in flight already")
             self._uses[owner] = uses
             for use in uses:
-                self._counts.setdefault(use.place, _Counts()).add(use.access, use.granules, 1)
+                counts = self._counts.get(use.place)
+                if counts is None:
+                    counts = self._counts[use.place] = _Counts()
+                counts.add(use.access, use.granules, 1)
 
     def remove(self, owner: Owner) -> None:
         """Forget ``owner``; without effect where it is not known."""
