@@ -54,6 +54,6 @@ class MarkdownDocstrings(griffe.Extension):
     """Rewrites each docstring as it is collected."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for every module, class, function and attribute."""
+        """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)

@@ -131,11 +131,11 @@ def tree(file: Path) -> str:
 
 
 def replay(file: Path) -> str:
-    """Requests a second of the bookkeeping, and where blocks came from."""
+    """Show the requests a second of the bookkeeping, and where blocks came from."""
     found: Figures = _read(file)
+    counts = ("requests", "blocks", "l1_hits", "l2_hits", "l3_hits")
     rows = [
-        (name, *(f"{found[name][key]:,}" for key in ("requests", "blocks", "l1_hits", "l2_hits", "l3_hits")))
-        + (f"{found[name]['requests_per_second']:,.0f}",)
+        (name, *(f"{found[name][key]:,}" for key in counts), f"{found[name]['requests_per_second']:,.0f}")
         for name in ("unbounded", "evicting")
     ]
     head = ("tiers", "requests", "blocks", "L1 hits", "L2 hits", "L3 hits", "requests/s")
@@ -148,11 +148,7 @@ def storage(file: Path) -> str:
     rows = [
         (
             f"{each['state']}, {'memory of its own' if each['own_memory'] else 'shared memory'}",
-            *(
-                f"{each[f'{who}_{what}_gb_s_median']:.2f}"
-                for what in ("write", "read")
-                for who in ("dd", "storage")
-            ),
+            *(f"{each[f'{who}_{what}_gb_s_median']:.2f}" for what in ("write", "read") for who in ("dd", "storage")),
         )
         for each in found["against_dd"]
     ]

@@ -1,0 +1,210 @@
+"""What the documents say is so: snippets run, commands exist, every metric and every log line is described."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import hicache_controller.cli
+import hicache_kernels.cli
+import hicache_pools.cli
+from hicache_controller.metrics import PREFIX
+from hicache_controller.storage import StorageStats, mooncake
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+PAGES = sorted(DOCS.glob("*.md"))
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+COMMANDS = {
+    "hicache": hicache_controller.cli.app,
+    "hicache-kernels": hicache_kernels.cli.app,
+    "hicache-pools": hicache_pools.cli.app,
+}
+ONCE = ("log_once", "_warn_once")
+"""Functions that log a message the first time it comes; they are called with it as their one argument."""
+LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "CRITICAL"}
+
+POOLS = """
+import torch
+from hicache_controller import HiCacheController, HybridCacheController, Namespace, UnifiedRadixCache
+from hicache_controller.storage import MemoryStorage
+from hicache_controller.tree import *
+from hicache_pools import *
+page_size = 16
+device_pool = MHATokenToKVPool(256, page_size, torch.float16, 2, 16, 2)
+host_pool = MHATokenToKVPoolHost(device_pool, 2.0, 0)
+"""
+SETUPS = {
+    "storage.md": POOLS,
+    "tree.md": POOLS
+    + """
+allocator = ExtentAllocator(256 // page_size, page_size)
+entry = PoolEntry(PoolName.KV, host_pool, device_pool, lambda layer: layer, True,
+                  device_alloc_fn=allocator.alloc, device_free_fn=allocator.free)
+controller = HybridCacheController(HostPoolGroup([entry]))
+controller.attach_storage_backend(MemoryStorage())
+tree = UnifiedRadixCache(controller, allocator, page_size=page_size)
+tokens = torch.arange(100).numpy()
+""",
+}
+"""What a page takes for granted."""
+EXTRAS = {"operations.md": "prometheus_client", "transformers.md": "transformers"}
+"""What a page needs beyond the three packages."""
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def words(page: Path) -> set[str]:
+    """Everything in code spans."""
+    return set(re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_snippets_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = EXTRAS.get(page.name)
+    if extra is not None and not os.environ.get("HICACHE_DOCS"):  # the session of the documents has every extra
+        pytest.importorskip(extra)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mooncake, "MooncakeStorage", checked_call(mooncake.MooncakeStorage))
+    names: dict[str, object] = {"__name__": page.stem}
+    exec(SETUPS.get(page.name, ""), names)
+    for number, block in enumerate(python_blocks(page), 1):
+        exec(
+            compile(block.replace("/var/cache/hicache", str(tmp_path / "cache")), f"{page.name}, {number}", "exec"),
+            names,
+        )
+
+
+def checked_call(made: type) -> object:
+    """Stand for a class that needs a service: takes what the class takes, does nothing."""
+
+    def call(*arguments: object, **keywords: object) -> None:
+        inspect.signature(made).bind(*arguments, **keywords)
+
+    return call
+
+
+# Commands
+
+
+def shown_commands() -> Iterator[tuple[str, str]]:
+    """Commands of ours in shell blocks and code spans, with the page they are on."""
+    for page in [*PAGES, *READMES]:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```(?:sh|bash|shell|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        for line in [*lines, *(span for span in words(page) if " " in span)]:
+            bare = re.sub(r"^\$ ", "", line.strip())
+            bare = re.sub(r"^(?:[A-Z_]+=\S+ +)*(?:.*&& *)?(?:uv run +)?", "", bare)
+            if bare.split(" ")[0] in COMMANDS:
+                yield page.name, bare
+
+
+@pytest.mark.parametrize(("page", "line"), sorted(set(shown_commands())))
+def test_command_shown_exists_with_its_options(page: str, line: str) -> None:
+    tokens = shlex.split(line, comments=True)
+    command: Any = typer.main.get_command(COMMANDS[tokens[0]])
+    # An option of the outer command comes before the name of the inner one.
+    path = [tokens[0]]
+    for token in tokens[1:]:
+        if token.startswith("-"):
+            name = token.split("=")[0]
+            accepted = {
+                option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)
+            }
+            assert name in accepted | {"--help"}, f"{' '.join(path)} has no option {name}"
+        elif hasattr(command, "commands"):
+            assert token in command.commands, f"{' '.join(path)} has no command {token}"
+            command = command.commands[token]
+            path.append(token)
+
+
+def test_some_commands_are_shown() -> None:
+    shown = {line.split(" ")[0] + " " + line.split(" ")[1] for _, line in shown_commands() if " " in line}
+    assert {"hicache replay", "hicache capacity", "hicache info", "hicache-kernels build"} <= shown
+
+
+# Metrics
+
+
+def counted_names() -> set[str]:
+    """Names that the sources count, observe or gauge."""
+    names = set()
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("count", "observe", "gauge")
+                and "metrics" in ast.unparse(node.func.value)
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                names.add(str(node.args[0].value))
+    return names
+
+
+def test_operations_page_has_every_metric_and_no_other() -> None:
+    described = {word for word in words(DOCS / "operations.md") if re.fullmatch(PREFIX + "[a-z_]+", word)}
+    counted = {PREFIX + name for name in counted_names()}
+    assert len(counted) > 20
+    assert described - {PREFIX} == counted
+
+
+def test_operations_page_has_every_counter_of_a_storage() -> None:
+    assert set(StorageStats._fields) <= words(DOCS / "operations.md")
+
+
+# Log lines
+
+
+def logged() -> Iterator[tuple[str, str, str]]:
+    """Module, level and message of each call of a logger at INFO or above; no message where it is made up."""
+    for source in SOURCES:
+        module = ".".join(source.relative_to(ROOT / "packages").parts[2:]).removesuffix(".py")
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            call = ast.unparse(node.func)
+            if call.split(".")[-1] in ONCE:
+                yield module, "WARNING", template(node.args[0])
+            elif re.fullmatch(rf"_?log(?:ger|ging)?\.({'|'.join(LEVELS)})", call):
+                level, message = LEVELS[call.split(".")[1]], template(node.args[0])
+                if re.search("[a-z]{3}", re.sub("%[a-z]", "", message)):
+                    yield module, level, message
+                elif "message" not in {ast.unparse(argument) for argument in node.args}:
+                    yield module, level, ""
+
+
+def template(message: ast.expr) -> str:
+    """Give the text of a message, with ``%s`` for what an f-string fills in; nothing for a variable."""
+    if isinstance(message, ast.Constant):
+        return str(message.value)
+    if isinstance(message, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "%s" for part in message.values)
+    return ""
+
+
+def test_troubleshooting_page_has_every_log_line_and_no_other() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    calls = list(logged())
+    assert len(calls) > 25
+    for module, level, message in calls:
+        if message:
+            assert f"| {level} | `{message}` |" in text, f"{module} logs {message!r} at {level}"
+        else:
+            assert f"from `{module}`" in text, f"{module} logs messages that it makes up"
+    known = {message for _, _, message in calls}
+    for level, message in re.findall(r"^\| ([A-Z]+) \| `([^`]+)` \|(?! from `)", text, re.MULTILINE):
+        assert message in known, f"nobody logs {message!r} at {level}"

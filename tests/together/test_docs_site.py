@@ -1,0 +1,153 @@
+"""The documents as a site: it builds without a warning, fetches nothing, and describes every public name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+import zlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+MODULES = (
+    "hicache_kernels",
+    "hicache_pools",
+    "hicache_controller",
+    "hicache_controller.tree",
+    "hicache_controller.storage",
+)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; the session of the documents has what that needs."""
+    if not os.environ.get("HICACHE_DOCS"):
+        pytest.importorskip("mkdocs", reason="mkdocs is not installed; nox -s docs builds the site")
+        pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed; nox -s docs builds the site")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return out
+
+
+def described_names(site: Path) -> set[str]:
+    """Names in the inventory of the reference."""
+    lines = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split(" ")[0] for line in zlib.decompress(lines).decode().splitlines()}
+
+
+def test_reference_describes_every_public_name(site: Path) -> None:
+    described = described_names(site)
+    for name in MODULES:
+        public = importlib.import_module(name).__all__
+        assert public
+        missing = [each for each in public if f"{name}.{each}" not in described]
+        # A function that is called as its module is described under the module.
+        assert [each for each in missing if f"{name}.{each}.{each}" not in described] == [], name
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        fetched = re.findall(
+            r"<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=\"((?:https?:)?//[^\"]*)\"", text
+        )
+        assert fetched == [], page.name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+def test_docstrings_leave_no_markup_of_another_language(site: Path) -> None:
+    for page in (site / "api").glob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r":(?:attr|class|data|func|meth|mod):", text), page.name
+        assert "====" not in text, page.name
+
+
+def test_readmes_are_pages(site: Path) -> None:
+    for package in ("hicache-kernels", "hicache-pools", "hicache-controller"):
+        readme = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+        heading = re.findall(r"^## (.*)$", readme, re.MULTILINE)[0]
+        assert heading in (site / "packages" / f"{package}.html").read_text(encoding="utf-8")
+
+
+# The hooks
+
+
+def test_table_of_missing_figures_says_so(tmp_path: Path) -> None:
+    tables = load(DOCS / "hooks" / "tables.py")
+    filled = tables.fill_tables("before\n\n<!-- table: pinning none.json -->\n\nafter", tmp_path)
+    assert filled == "before\n\n*Not measured yet: `benchmarks/results/none.json` is not there.*\n\nafter"
+    with pytest.raises(KeyError, match="nothing"):
+        tables.fill_tables("<!-- table: nothing none.json -->", tmp_path)
+
+
+def test_tables_show_the_figures_of_their_files(tmp_path: Path) -> None:
+    tables = load(DOCS / "hooks" / "tables.py")
+    shown = [(name, file) for name, file in tables.PLACE.findall((DOCS / "performance.md").read_text(encoding="utf-8"))]
+    assert {name for name, _ in shown} == set(tables.TABLES)
+    results = ROOT / "benchmarks" / "results"
+    there = [(name, file) for name, file in shown if (results / file).exists()]
+    assert len(there) >= 5
+    for name, file in there:
+        made = tables.fill_tables(f"<!-- table: {name} {file} -->", results)
+        assert made.count("\n| ") >= 2, name
+    figures = json.loads((results / "tree.json").read_text(encoding="utf-8"))
+    figures["against_size"] = [{"tokens": 1234567, "nodes": 7, "match_ms": 0.125, "insert_ms": 0.5}]
+    (tmp_path / "tree.json").write_text(json.dumps(figures))
+    assert "| 1,234,567 | 7 | 0.125 | 0.500 |" in tables.fill_tables("<!-- table: tree tree.json -->", tmp_path)
+
+
+def test_kernel_tables_come_from_a_report_of_the_benchmark(tmp_path: Path) -> None:
+    bench = importlib.import_module("hicache_kernels.bench.report")
+    cases = list(importlib.import_module("hicache_kernels.bench.cases").quick_grid())[:4]
+    report = bench.run_benchmark(cases, device="cpu", size=1 << 20, repeats=1, interference=False)
+    (tmp_path / "h200.json").write_text(report.to_json())
+    tables = load(DOCS / "hooks" / "tables.py")
+    made = tables.fill_tables(
+        "<!-- table: kernels_targets h200.json -->\n<!-- table: kernels_quota h200.json -->", tmp_path
+    )
+    assert "staged write-back, runs: bandwidth" in made
+    assert "| transfer | D2H | H2D |" in made
+    assert "Not measured yet" not in made
+
+
+def test_markup_of_docstrings_becomes_markdown() -> None:
+    pytest.importorskip("griffe")
+    convert = load(DOCS / "hooks" / "docstrings.py").markdown
+    assert convert("See :class:`a.B`, :meth:`~c.d` and ``e``.") == "See `a.B`, `c.d` and ``e``."
+    table = "Head.\n\n====  =====\nx     one\nyy    two words\n====  =====\n\nTail."
+    assert convert(table) == "Head.\n\n\n|  |  |\n| --- | --- |\n| x | one |\n| yy | two words |\n\n\nTail."
+    headed = "======  =====\nmodule  holds\n======  =====\na       one\n======  ====="
+    assert convert(headed) == "\n| module | holds |\n| --- | --- |\n| a | one |\n"
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda picture: picture.name)
+def test_pictures_are_readable_on_dark_and_light_pages(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    first = next(child for child in root if child.tag.endswith("rect"))
+    width, height = root.attrib["viewBox"].split()[2:]
+    assert (first.attrib["width"], first.attrib["height"]) == (width, height), "a background of its own"
+    assert first.attrib["fill"] == "#ffffff"
+    for element in root.iter():
+        assert not any(name.endswith("href") for name in element.attrib), "fetches something"
