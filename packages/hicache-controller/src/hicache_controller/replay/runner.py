@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hicache_pools import HostPool
+from hicache_pools import HostPool, PoolName
 
 from ..controller import HiCacheController
 from ..hashing import page_hashes
@@ -214,7 +214,9 @@ class Replay:
         if options.l3_bytes == 0:
             return None
         if not options.data:
-            return KeyStorage({str(plan.name): plan.page_bytes for plan in options.plans}, options.l3_bytes)
+            sizes = {str(PoolName.KV): options.page_bytes}
+            sizes |= {str(plan.name): plan.page_bytes for plan in options.plans if plan.window_pages is not None}
+            return KeyStorage(sizes, options.l3_bytes)
         if options.storage == "memory":
             return MemoryStorage(options.l3_bytes)
         # The rows are a function of token ids, place and component, whatever the trace: one "model" for all.
