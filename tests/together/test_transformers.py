@@ -55,7 +55,7 @@ def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
     return models[family]
 
 
-class Left(Exception):
+class LeftError(Exception):
     """Leaves a session without keeping anything."""
 
 
@@ -79,13 +79,13 @@ def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(mode
 
     def check_continuation(cache: HiCache, tier: str) -> None:
         # What is left with an error keeps nothing, so the next tier's hit is the same.
-        with contextlib.suppress(Left), cache.session(second, checkpoints=()) as past:
+        with contextlib.suppress(LeftError), cache.session(second, checkpoints=()) as past:
             assert past.get_seq_length() == past.cached_tokens == PREFIX
             assert past.hits[0].tokens == getattr(past.hits[0], tier) == PREFIX
             chosen, seen = fam.continuation(model, second[:, PREFIX:], past)
             assert chosen == tokens
             assert all(torch.equal(a, b) for a, b in zip(seen, logits, strict=True))
-            raise Left
+            raise LeftError
         fam.check(cache)
 
     with open_cache(model, storage=tmp_path) as cache:

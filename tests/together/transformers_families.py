@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,7 @@ def keep(cache: HiCache, prompt: torch.Tensor, at: int) -> None:
 
 def spans(*ends: int) -> Iterator[tuple[int, int]]:
     """Pairs of neighbours that are not equal."""
-    return ((begin, end) for begin, end in zip(ends, ends[1:], strict=False) if begin < end)
+    return ((begin, end) for begin, end in itertools.pairwise(ends) if begin < end)
 
 
 def check(cache: HiCache) -> None:

@@ -7,6 +7,6 @@
 
 from .cache import CacheStats, HiCache
 from .errors import UnsupportedError
-from .past import Hit, PastCache
+from .past import Hit, PastCache, StaticPastCache
 
-__all__ = ["CacheStats", "HiCache", "Hit", "PastCache", "UnsupportedError"]
+__all__ = ["CacheStats", "HiCache", "Hit", "PastCache", "StaticPastCache", "UnsupportedError"]

@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from transformers import GenerationConfig
 
 from hicache_kernels import HostLayout
 
 from ...hashing import Namespace
 from ...storage import Fingerprint, HiCacheStorage
 from ...storage.file import FileStorage
+from .errors import UnsupportedError
+from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint, weights_mark
 from .model_layout import cache_argument, model_layout
+from .past import PastCache, StaticPastCache
 from .session import Session
 from .tiers import Tiers, build_tiers, default_page_size
 
@@ -25,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 StorageChoice = HiCacheStorage | str | os.PathLike[str] | Callable[[Fingerprint], HiCacheStorage]
 """A storage backend, a directory for a :class:`FileStorage`, or a function that makes a backend for a fingerprint."""
+
+OnUnsupported = Literal["error", "uncached"]
+"""What becomes of a request the cache cannot serve."""
 
 _DEVICE_SHARE = 0.1
 """Part of a GPU's memory that L1 takes unless told otherwise."""
@@ -64,21 +72,32 @@ class HiCache:
     ----------
     model
         The model.
-    tiers
-        Pools, controller and prefix tree, for those who want to look.
     fingerprint
         What the stored bytes belong to; None without storage.
     storage
         The backend, or None.
+    on_unsupported
+        As given to :meth:`for_model`.
     """
 
     def __init__(
-        self, model: Any, tiers: Tiers, storage: HiCacheStorage | None, fingerprint: Fingerprint | None
+        self,
+        model: Any,
+        tiers: Tiers | None,
+        *,
+        storage: HiCacheStorage | None = None,
+        owns_storage: bool = False,
+        fingerprint: Fingerprint | None = None,
+        on_unsupported: OnUnsupported = "error",
+        unsupported: str | None = None,
     ) -> None:
         self.model = model
-        self.tiers = tiers
+        self._tiers = tiers
         self.storage = storage
+        self._owns_storage = owns_storage
         self.fingerprint = fingerprint
+        self.on_unsupported = on_unsupported
+        self._unsupported = unsupported
         self.decoder = decoder_of(model)
         self.cache_argument = cache_argument(self.decoder.forward)
         self._mark = weights_mark(model)
@@ -97,6 +116,7 @@ class HiCache:
         storage: StorageChoice | None = None,
         page_size: int | None = None,
         layout: HostLayout | str = HostLayout.PAGE_FIRST_DIRECT,
+        on_unsupported: OnUnsupported = "error",
     ) -> HiCache:
         """Look at what the model's layers keep, and allocate the tiers for it.
 
@@ -121,6 +141,9 @@ class HiCache:
             Tokens a page: prefixes are kept in whole pages. By default what makes copies fast: 16 to 256.
         layout
             Order of the bytes on the host.
+        on_unsupported
+            What becomes of what the cache cannot serve: ``"error"`` raises :class:`UnsupportedError`, ``"uncached"``
+            logs it once and gives None for a cache, with which transformers generates as ever.
 
         Returns
         -------
@@ -134,26 +157,49 @@ class HiCache:
         ValueError
             If a tier is too small for the model, or an argument is out of range.
         """
-        shape = model_layout(model)
-        page_size = default_page_size(shape) if page_size is None else page_size
-        l1 = _default_l1(shape.device, l2_gb) if l1_gb is None else l1_gb
-        tiers = build_tiers(
-            shape, page_size=page_size, l1_bytes=int(l1 * 1e9), l2_bytes=int(l2_gb * 1e9), host_layout=layout
-        )
+        if on_unsupported not in ("error", "uncached"):
+            raise ValueError(f"on_unsupported is {on_unsupported!r}; accepted are 'error' and 'uncached'")
+        try:
+            shape = model_layout(model)
+            page_size = default_page_size(shape) if page_size is None else page_size
+            l1 = _default_l1(shape.device, l2_gb) if l1_gb is None else l1_gb
+            tiers = build_tiers(
+                shape, page_size=page_size, l1_bytes=int(l1 * 1e9), l2_bytes=int(l2_gb * 1e9), host_layout=layout
+            )
+        except UnsupportedError as error:
+            if on_unsupported == "error":
+                raise
+            return cls(model, None, on_unsupported=on_unsupported, unsupported=str(error))
         try:
             backend, fingerprint = None, None
             if storage is not None:
                 fingerprint = model_fingerprint(model, model_id, revision=revision, page_size=page_size)
                 backend = _open_storage(storage, fingerprint)
                 tiers.controller.attach_storage_backend(backend)
-            cache = cls(model, tiers, backend, fingerprint)
         except BaseException:
             tiers.close()
             raise
-        cache._owns_storage = backend is not None and backend is not storage
-        return cache
+        return cls(
+            model,
+            tiers,
+            storage=backend,
+            owns_storage=backend is not None and backend is not storage,
+            fingerprint=fingerprint,
+            on_unsupported=on_unsupported,
+        )
 
-    _owns_storage: bool = False
+    @property
+    def tiers(self) -> Tiers:
+        """Pools, controller and prefix tree, for those who want to look.
+
+        Raises
+        ------
+        UnsupportedError
+            If the model is not supported, and ``on_unsupported`` let it pass.
+        """
+        if self._tiers is None:
+            raise UnsupportedError(f"the model is not supported, so there are no tiers: {self._unsupported}")
+        return self._tiers
 
     @property
     def page_size(self) -> int:
@@ -167,7 +213,9 @@ class HiCache:
         attention_mask: torch.Tensor | None = None,
         checkpoints: Sequence[int] | None = None,
         namespace: Namespace | None = None,
-    ) -> Session:
+        max_cache_len: int | None = None,
+        generation_config: GenerationConfig | None = None,
+    ) -> AbstractContextManager[PastCache | StaticPastCache | None]:
         """Begin with a prompt, or a batch of prompts; ``with`` gives the cache to generate with.
 
         Leaving the block keeps the new complete pages, of the prompt and of what was generated, and writes them to the
@@ -181,31 +229,54 @@ class HiCache:
             ``[batch, tokens]``, 0 for padding; needed where there is any.
         checkpoints
             For models with sliding windows or recurrent states, which can be continued only where these were saved:
-            numbers of tokens of the prompt at which to save them, such as the end of a document that several questions
-            follow; cut to whole pages. By default the last page boundary of the prompt. The end of what was generated is
-            saved in any case. A recurrent model computes the prompt up to there as the block begins.
+            numbers of tokens of the prompt at which to save them, such as the end of a document that several
+            questions follow; cut to whole pages. By default the last page boundary of the prompt. What was generated
+            is saved up to its last page boundary in any case. A recurrent model computes the prompt up to there as the
+            block begins.
         namespace
             Separates equal prompts, as of an adapter or a tenant.
+        max_cache_len
+            Tokens of a static cache, for ``torch.compile``; for models of full attention alone. With it the pages of
+            the prompt are kept, and not those of what was generated.
+        generation_config
+            What will be passed to ``generate``, to say in time what is not supported; by default the model's.
 
         Returns
         -------
-        Session
-            Its ``with`` value is a :class:`PastCache`: ``past_key_values`` for ``generate`` (with the whole
-            ``input_ids``), or for a forward pass with ``input_ids[:, past.get_seq_length():]``.
+        AbstractContextManager
+            Its ``with`` value goes to ``generate`` as ``past_key_values``, with the whole ``input_ids``; or to a
+            forward pass, with ``input_ids[:, past.get_seq_length():]``. It is None where ``on_unsupported`` is
+            ``"uncached"`` and there is something the cache cannot serve.
 
         Raises
         ------
         RuntimeError
-            If the cache is closed, or the model's weights have changed.
+            If the cache is closed, the model is in training mode, or its weights have changed.
+        UnsupportedError
+            For beams, several return sequences, quantized and offloaded caches; on entry, for padding that is not on
+            the left and for a static cache of a model that keeps more than full attention.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
+        config = generation_config_of(self.model) if generation_config is None else generation_config
+        reason = self._unsupported or unsupported_generation(config)
+        if reason is not None:
+            self.refuse(UnsupportedError(reason))
+            return nullcontext(None)
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, where dropout changes what is cached; call model.eval()")
         if weights_mark(self.model) != self._mark:
             raise RuntimeError(
-                "the model's weights were changed or moved after HiCache.for_model; what is cached belongs to the old ones: "
-                "close this cache and make a new one"
+                "the model's weights were changed or moved after HiCache.for_model, and what is cached belongs to the "
+                "old ones; close this cache and make a new one"
             )
-        return Session(self, input_ids, attention_mask, checkpoints, namespace)
+        return Session(self, input_ids, attention_mask, checkpoints, namespace, max_cache_len)
+
+    def refuse(self, error: UnsupportedError) -> None:
+        """Raise the error, or log it once where ``on_unsupported`` is ``"uncached"``."""
+        if self.on_unsupported == "error":
+            raise error
+        self.log_once(f"generating without the prefix cache: {error}")
 
     def flush(self) -> None:
         """Wait until everything kept so far is on the host and in storage."""
@@ -245,6 +316,8 @@ class HiCache:
         if self._closed:
             return
         self._closed = True
+        if self._tiers is None:
+            return
         self.tiers.tree.drain()
         if self.tiers.controller.has_storage:
             self.tiers.controller.detach_storage_backend()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from hicache_pools import PoolName
 
 from ...tree.node import Pages
 from .layers import RecurrentStates, WindowAttention
-from .past import PastCache
+from .past import PastCache, StaticPastCache
 from .rows import PageRows, Row
 from .tiers import Tiers
 
@@ -61,7 +61,7 @@ class Checkpoints:
     forward pass ends; of those nobody asked for, the last of each sequence is kept.
     """
 
-    def __init__(self, tiers: Tiers, rows: Sequence[Row], past: PastCache) -> None:
+    def __init__(self, tiers: Tiers, rows: Sequence[Row], past: PastCache | StaticPastCache) -> None:
         self._tiers = tiers
         self._rows = rows
         self._past = past
@@ -181,7 +181,7 @@ class Checkpoints:
         count = min(self._tiers.window_pages, tokens // self._tiers.page_size)
         return self._tiers.tree.alloc_window(PoolName.SWA, count)
 
-    def _watcher(self, number: int) -> object:
+    def _watcher(self, number: int) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
         def watch(keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
             for checkpoint in self._saved:
                 if number in checkpoint.missing and checkpoint.sliding is not None:
@@ -192,7 +192,7 @@ class Checkpoints:
     def _save_window(
         self, checkpoint: Checkpoint, number: int, keys: torch.Tensor, values: torch.Tensor, first: int
     ) -> None:
-        """Copy the window before a boundary out of what a layer holds from column ``first`` on, if all of it is there."""
+        """Copy the window before a boundary out of what a layer holds from column ``first`` on, if all is there."""
         tiers = self._tiers
         if checkpoint.sliding is None or tiers.sliding is None:
             return

@@ -22,8 +22,7 @@ _IRRELEVANT = frozenset(
 def weights_hash(model: Any) -> str:
     """Digest of all parameters and buffers, computed where they are; any changed bit changes it.
 
-    A polynomial hash modulo 2**64 of the bytes of each tensor; it tells weights apart and resists no attacker. A model of
-    2.5 GB takes some hundredths of a second on a GPU.
+    A polynomial hash modulo 2**64 of the bytes of each tensor; it tells weights apart and resists no attacker.
 
     Raises
     ------
@@ -59,7 +58,7 @@ def model_fingerprint(
 
 
 def weights_mark(model: Any) -> int:
-    """A number that changes when a parameter is replaced, or written in a way that autograd notices."""
+    """Return a number that changes when a parameter is replaced, or written in a way that autograd notices."""
     return hash(tuple((tensor.data_ptr(), _version(tensor), tensor.dtype) for _, tensor in _weights(model)))
 
 

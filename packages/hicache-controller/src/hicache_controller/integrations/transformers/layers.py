@@ -13,6 +13,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
 )
 
 from .errors import UnsupportedError
@@ -52,8 +53,8 @@ class FullAttention(FilledOnTouch):
     keys: torch.Tensor | None
     values: torch.Tensor | None
     is_initialized: bool
-    device: torch.device
-    dtype: torch.dtype
+    device: Any
+    dtype: Any
     expected_tokens: int = 0
     _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
     _views: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -105,15 +106,12 @@ class FullAttention(FilledOnTouch):
         if buffers is not None and (mine or length == 0) and end <= buffers[0].shape[-2] and _fits(buffers, key_states):
             return buffers
         size = max(end, self.expected_tokens) + GROWTH_TOKENS + (length // 2 if length else 0)
-        fresh = tuple(
-            torch.empty((*states.shape[:2], size, states.shape[-1]), dtype=states.dtype, device=states.device)
-            for states in (key_states, value_states)
-        )
+        fresh = _like(key_states, size), _like(value_states, size)
         for buffer, kept in zip(fresh, (self.keys, self.values), strict=True):
             if kept is not None and length:
                 buffer[:, :, :length].copy_(kept)
-        self._buffers = fresh[0], fresh[1]
-        return self._buffers
+        self._buffers = fresh
+        return fresh
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens."""
@@ -139,11 +137,11 @@ class FullAttention(FilledOnTouch):
         self.is_initialized = False
 
 
-class FullLayer(FullAttention, DynamicLayer):
+class FullLayer(FullAttention, DynamicLayer):  # type: ignore[no-untyped-call]
     """Full attention."""
 
 
-class IndexedLayer(FullAttention, DynamicIndexedLayer):
+class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
     """Full attention with the keys of a sparse indexer beside it."""
 
     _index_buffer: torch.Tensor | None = None
@@ -165,7 +163,7 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):
         if buffer is None or end > buffer.shape[1]:
             size = max(end, self.expected_tokens) + GROWTH_TOKENS + length // 2
             buffer = indexer_key_states.new_empty((indexer_key_states.shape[0], size, indexer_key_states.shape[2]))
-            if length:
+            if self.indexer_keys is not None:
                 buffer[:, :length].copy_(self.indexer_keys)
             self._index_buffer = buffer
         buffer[:, length:end].copy_(indexer_key_states)
@@ -189,8 +187,8 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):
 class WindowAttention(FilledOnTouch):
     """Keys and values of a window's tokens, and of some before it.
 
-    transformers keeps ``sliding_window - 1`` tokens. ``retained`` more are kept here, so that the window behind the last
-    page boundary is still there when the sequence has gone on to the middle of a page.
+    transformers keeps ``sliding_window - 1`` tokens; here ``retained`` are kept, which is more, so that the window
+    behind the last page boundary is still there when the sequence has gone on to the middle of a page.
 
     Invariant: the buffers' first ``_held`` tokens are the last ``_held`` ones of the sequence.
     """
@@ -198,8 +196,8 @@ class WindowAttention(FilledOnTouch):
     keys: torch.Tensor | None
     values: torch.Tensor | None
     is_initialized: bool
-    device: torch.device
-    dtype: torch.dtype
+    device: Any
+    dtype: Any
     sliding_window: int
     cumulative_length: int
     record_past: bool
@@ -241,10 +239,7 @@ class WindowAttention(FilledOnTouch):
         visible = min(self.cumulative_length, self.sliding_window - 1) + new
         if self._buffers is None:
             size = self.retained + WINDOW_SLACK
-            self._buffers = tuple(  # type: ignore[assignment]
-                torch.empty((*states.shape[:2], size, states.shape[-1]), dtype=states.dtype, device=states.device)
-                for states in (key_states, value_states)
-            )
+            self._buffers = _like(key_states, size), _like(value_states, size)
         end = self._held + new
         both = self._buffers
         if end <= both[0].shape[-2]:
@@ -317,7 +312,7 @@ class WindowAttention(FilledOnTouch):
         self.is_initialized = False
 
 
-class WindowLayer(WindowAttention, DynamicSlidingWindowLayer):
+class WindowLayer(WindowAttention, DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """Attention with a sliding or chunked window."""
 
 
@@ -342,8 +337,8 @@ class RecurrentStates(FilledOnTouch):
     is_recurrent_states_initialized: dict[int, bool]
     has_previous_state: dict[int, bool]
     conv_kernel_size: dict[int, int | None]
-    device: torch.device | None
-    dtype: torch.dtype | None
+    device: Any
+    dtype: Any
 
     def begin_states(self, shape: StatesShape, batch: int, device: torch.device, fill: Fill) -> None:
         """Allocate, and take over the states of a sequence that ``fill`` will write."""
@@ -388,7 +383,9 @@ class RecurrentLayer(RecurrentStates, LinearAttentionLayer):
         )
 
 
-class HybridLayer(RecurrentStates, FullAttention, LinearAttentionAndFullAttentionLayer):
+class HybridLayer(  # type: ignore[no-untyped-call, override]
+    RecurrentStates, FullAttention, LinearAttentionAndFullAttentionLayer
+):
     """Linear attention and full attention side by side."""
 
     def reset(self) -> None:
@@ -397,13 +394,45 @@ class HybridLayer(RecurrentStates, FullAttention, LinearAttentionAndFullAttentio
         FullAttention.reset(self)
 
 
-class HybridWindowLayer(RecurrentStates, WindowAttention, LinearAttentionAndSlidingWindowAttentionLayer):
+class HybridWindowLayer(  # type: ignore[no-untyped-call, override]
+    RecurrentStates, WindowAttention, LinearAttentionAndSlidingWindowAttentionLayer
+):
     """Linear attention and attention with a window side by side."""
 
     def reset(self) -> None:
         """Forget everything."""
         LinearAttentionLayer.reset(self)
         WindowAttention.reset(self)
+
+
+class StaticFullLayer(FilledOnTouch, StaticLayer):  # type: ignore[no-untyped-call]
+    """Full attention in a buffer of one size, for ``torch.compile``."""
+
+    def begin(self, shape: AttentionShape, batch: int, tokens: int, device: torch.device, fill: Fill) -> None:
+        """Allocate, and take over ``tokens`` tokens that ``fill`` will write."""
+        self.lazy_initialization(_empty(shape.key, batch, 0, device), _empty(shape.value, batch, 0, device))
+        self.cumulative_length.fill_(tokens)
+        self.fill_with(fill)
+
+    def rows(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens of a sequence of the batch, each ``[heads, end - begin, dim]``."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("the layer keeps nothing yet")
+        return self.keys[row, :, begin:end], self.values[row, :, begin:end]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of new tokens; returns the whole buffers."""
+        if self._fill is not None:
+            check_states(key_states, self.keys)
+            self.fill()
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse: beams mix the sequences of the batch."""
+        refuse_beams()
 
 
 LAYER_OF: dict[type, type] = {
@@ -421,8 +450,8 @@ def check_states(states: torch.Tensor, kept: torch.Tensor | None) -> None:
     """Raise where new keys are of another batch than those kept, or belong to a graph of gradients."""
     if kept is not None and states.shape[0] != kept.shape[0]:
         raise UnsupportedError(
-            f"the forward pass has {states.shape[0]} sequences and the session {kept.shape[0]}; beam search and several "
-            "return sequences are not supported: repeat the prompt in the session's input_ids instead"
+            f"the forward pass has {states.shape[0]} sequences, the session {kept.shape[0]}; beam search and several "
+            "return sequences are not supported: repeat the prompt in the input_ids of the session"
         )
     if states.requires_grad:
         raise UnsupportedError("the forward pass records gradients; run it under torch.no_grad() or inference_mode()")
@@ -437,6 +466,10 @@ def refuse_beams() -> None:
 
 def _empty(shape: RowShape, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
     return torch.empty((batch, shape.heads, tokens, shape.dim), dtype=shape.dtype, device=device)
+
+
+def _like(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    return states.new_empty((*states.shape[:2], tokens, states.shape[-1]))
 
 
 def _fits(buffers: tuple[torch.Tensor, torch.Tensor], states: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache
@@ -19,6 +19,8 @@ from transformers.cache_utils import (
 )
 
 from .errors import UnsupportedError
+
+_Shape = TypeVar("_Shape")
 
 KNOWN_LAYERS = (
     DynamicLayer,
@@ -191,9 +193,9 @@ def _layer_layout(number: int, layer: Any) -> LayerLayout:
     attention: AttentionShape | None = None
     window = 0
     options: dict[str, Any] = {}
-    if isinstance(layer, DynamicLayer) and layer.is_initialized:
+    if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
         index_key: RowShape | None = None
-        if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        if isinstance(layer, DynamicIndexedLayer) and layer.indexer_keys is not None:
             index_key = RowShape(1, layer.indexer_keys.shape[-1], layer.indexer_keys.dtype)
         attention = AttentionShape(_row_shape(layer.keys), _row_shape(layer.values), index_key)
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -228,10 +230,8 @@ def _tensors(layer: Any) -> list[torch.Tensor]:
     return [tensor for tensor in found if tensor is not None and tensor.numel()]
 
 
-def _shared(values: Iterable[Any], layers: Sequence[int], what: str) -> Any:
+def _shared(values: Iterable[_Shape | None], layers: Sequence[int], what: str) -> _Shape:
     distinct = list(dict.fromkeys(values))
-    if len(distinct) != 1:
-        raise UnsupportedError(
-            f"layers {list(layers)} have {what} of {len(distinct)} kinds: {distinct}; one is supported"
-        )
-    return distinct[0]
+    if len(distinct) == 1 and distinct[0] is not None:
+        return distinct[0]
+    raise UnsupportedError(f"layers {list(layers)} have {what} of {len(distinct)} kinds, {distinct}; supported is one")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 
-from .layers import LAYER_OF
+from .errors import UnsupportedError
+from .layers import LAYER_OF, StaticFullLayer
 from .model_layout import ModelLayout
 
 
@@ -48,6 +49,38 @@ class PastCache(DynamicCache):
                 continue
             window = {"sliding_window": layer.window} if layer.window else {}
             layers[number] = LAYER_OF[layer.kind](**window, **layer.options)
+        Cache.__init__(self, layers=layers)
+        self.hits: tuple[Hit, ...] = ()
+        self.cached_tokens = 0
+
+
+class StaticPastCache(StaticCache):
+    """The same in buffers of one size, for ``torch.compile``; attributes as in :class:`PastCache`.
+
+    Parameters
+    ----------
+    layout, config
+        Of the model.
+    max_cache_len
+        Tokens the buffers hold.
+
+    Raises
+    ------
+    UnsupportedError
+        If the model keeps anything but full attention.
+    """
+
+    def __init__(self, layout: ModelLayout, config: Any, max_cache_len: int) -> None:
+        layers = list(StaticCache(config=config, max_cache_len=max_cache_len).layers)
+        for number, layer in enumerate(layout.layers):
+            if layer.kind is None:
+                continue
+            if layer.kind is not DynamicLayer:
+                raise UnsupportedError(
+                    f"layer {number} keeps its cache in a {layer.kind.__name__}; a static cache is restored for full "
+                    "attention alone: leave max_cache_len out"
+                )
+            layers[number] = StaticFullLayer(max_cache_len=max_cache_len)
         Cache.__init__(self, layers=layers)
         self.hits: tuple[Hit, ...] = ()
         self.cached_tokens = 0

@@ -1,4 +1,4 @@
-"""Recorder: notes which tokens a model was run on with a session's cache, so that nothing is kept under other tokens."""
+"""Recorder: notes which tokens a model was run on with a session's cache, so that none are kept under other tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...tree.keys import Tokens
-from .past import PastCache
+from .past import PastCache, StaticPastCache
 from .rows import Row
 
 
@@ -30,7 +30,8 @@ class Recorder:
     decoder
         The module whose forward pass takes ``input_ids`` and the cache.
     past
-        The session's cache; passes with another one are not looked at.
+        The session's cache; passes with another one are not looked at. With a static one the hooks go once the prompt
+        is computed: the steps behind it may be compiled, and Python in them would be compiled along.
     rows
         The sequences of the batch.
     after_pass
@@ -38,7 +39,11 @@ class Recorder:
     """
 
     def __init__(
-        self, decoder: Any, past: PastCache, rows: Sequence[Row], after_pass: Callable[[int], None] | None
+        self,
+        decoder: Any,
+        past: PastCache | StaticPastCache,
+        rows: Sequence[Row],
+        after_pass: Callable[[int], None] | None = None,
     ) -> None:
         self._past = past
         self._rows = rows
@@ -46,8 +51,9 @@ class Recorder:
         self._unknown: str | None = None
         self._after_pass = after_pass
         self._prompt = rows[0].pad + rows[0].length
+        self._prompt_only = isinstance(past, StaticPastCache)
         self._hooks = [decoder.register_forward_pre_hook(self._before, with_kwargs=True)]
-        if after_pass is not None:
+        if after_pass is not None or self._prompt_only:
             self._hooks.append(decoder.register_forward_hook(self._after, with_kwargs=True))
         self.rolled_back_to = np.iinfo(np.int64).max
         """First column that was computed more than once, as after a crop."""
@@ -68,8 +74,8 @@ class Recorder:
             return
         if first and not self._passes and tokens.shape[1] >= self._prompt:
             raise ValueError(
-                f"the forward pass was given {tokens.shape[1]} tokens, the whole prompt, with a cache that has its first "
-                f"{first}; pass input_ids[:, past.get_seq_length():] (generate does it by itself)"
+                f"the forward pass was given {tokens.shape[1]} tokens, the whole prompt, and the cache has {first} of "
+                "them; pass input_ids[:, past.get_seq_length():] (generate does so by itself)"
             )
         positions = options.get("position_ids")
         if positions is None and any(row.pad for row in self._rows):
@@ -80,8 +86,13 @@ class Recorder:
         self._passes.append(Pass(first, tokens.detach(), positions, mask if isinstance(mask, torch.Tensor) else None))
 
     def _after(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        if self._after_pass is not None and self._mine(options):
-            self._after_pass(int(self._past.get_seq_length()))
+        if not self._mine(options):
+            return
+        columns = int(self._past.get_seq_length())
+        if self._after_pass is not None:
+            self._after_pass(columns)
+        if self._prompt_only and columns >= self._prompt:
+            self.remove()
 
     def _mine(self, options: dict[str, Any]) -> bool:
         return options.get("cache", options.get("past_key_values")) is self._past
@@ -113,7 +124,7 @@ class Recorder:
             end = min(first + tokens.shape[1], columns)
             table[:, first:end] = tokens[:, : max(0, end - first)]
             known = max(known, end)
-        if reason is None and known < columns:
+        if reason is None and known < columns and not self._prompt_only:
             reason = f"{columns - known} tokens were computed outside of the decoder's forward pass"
         return [table[number, row.pad : known] for number, row in enumerate(self._rows)], reason
 
@@ -132,6 +143,8 @@ class Recorder:
         for mask in (passes[0].mask, passes[-1].mask):
             if mask is None:
                 continue
+            if mask.dim() != 2 and self._prompt_only:
+                continue  # generate makes it from the two-dimensional one, for the compiled steps
             if mask.dim() != 2:
                 return f"attention_mask had {mask.dim()} dimensions, so what it hid is not known"
             shown = torch.arange(mask.shape[1]) >= pads[:, None]

@@ -93,7 +93,7 @@ class PageRows:
     device: torch.device
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Count the rows."""
         return len(self.pages) * self.page_size
 
     @cached_property

@@ -15,9 +15,10 @@ from ...tree.keys import SequenceKeys, Tokens
 from ...tree.node import Pages
 from ...tree.results import Match
 from .checkpoints import Checkpoint, Checkpoints
-from .layers import FullAttention, IndexedLayer, RecurrentStates, WindowAttention
+from .errors import UnsupportedError
+from .layers import FilledOnTouch, FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
-from .past import PastCache
+from .past import PastCache, StaticPastCache
 from .recorder import Recorder
 from .rows import PageRows, Row, batch_rows
 from .tiers import Tiers
@@ -36,8 +37,9 @@ class Session:
         cache: HiCache,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        checkpoints: Sequence[int] | None,
-        namespace: Namespace | None,
+        checkpoints: Sequence[int] | None = None,
+        namespace: Namespace | None = None,
+        max_cache_len: int | None = None,
     ) -> None:
         self._cache = cache
         self._tiers: Tiers = cache.tiers
@@ -45,8 +47,9 @@ class Session:
         self._attention_mask = attention_mask
         self._wanted = checkpoints
         self._namespace = namespace
+        self._max_cache_len = max_cache_len
         self._rows: list[Row] = []
-        self._past: PastCache | None = None
+        self._past: PastCache | StaticPastCache | None = None
         self._recorder: Recorder | None = None
         self._checkpoints: Checkpoints | None = None
         self._consumers: tuple[int, ...] = ()
@@ -54,16 +57,23 @@ class Session:
 
     # Entry
 
-    def __enter__(self) -> PastCache:
-        """Match, start loading, and make the cache."""
+    def __enter__(self) -> PastCache | StaticPastCache | None:
+        """Match, start loading, and make the cache; None where it cannot be served and need not be."""
+        try:
+            return self._begin()
+        except UnsupportedError as error:
+            self._cache.refuse(error)
+            return None
+
+    def _begin(self) -> PastCache | StaticPastCache:
         if self._past is not None:
             raise RuntimeError("the session was entered before; make a new one for another prompt")
         tiers = self._tiers
         tiers.tree.poll()
         self._rows = batch_rows(self._input_ids, self._attention_mask)
+        past = self._past = self._new_past()
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
-            past = self._past = PastCache(tiers.layout, self._cache.model.config)
             past.cached_tokens, past.hits = columns, tuple(hits)
             self._checkpoints = Checkpoints(tiers, self._rows, past)
             self._begin_layers(past, columns)
@@ -81,7 +91,18 @@ class Session:
             raise
         return past
 
-    def _begin_layers(self, past: PastCache, columns: int) -> None:
+    def _new_past(self) -> PastCache | StaticPastCache:
+        layout, config = self._tiers.layout, self._cache.model.config
+        if self._max_cache_len is None:
+            return PastCache(layout, config)
+        tokens = self._input_ids.shape[1]
+        if self._max_cache_len <= tokens:
+            raise ValueError(
+                f"max_cache_len is {self._max_cache_len}; it must be more than the prompt's {tokens} tokens"
+            )
+        return StaticPastCache(layout, config, self._max_cache_len)
+
+    def _begin_layers(self, past: PastCache | StaticPastCache, columns: int) -> None:
         """Let every layer fill itself from the pages of the matches."""
         tiers, rows = self._tiers, self._rows
         prompt = rows[0].pad + rows[0].length
@@ -108,7 +129,7 @@ class Session:
             if shape.attention is not None and isinstance(layer, WindowAttention):
                 held = columns if columns - rows[0].pad <= self._window_tokens(0) else self._window_tokens(0)
                 layer.begin(shape.attention, batch, columns, held, device, fill)
-            elif shape.attention is not None and isinstance(layer, FullAttention):
+            elif shape.attention is not None and isinstance(layer, (FullAttention, StaticFullLayer)):
                 layer.begin(shape.attention, batch, columns, device, fill)
             if shape.states is not None and isinstance(layer, RecurrentStates):
                 layer.begin_states(shape.states, batch, device, fill)
@@ -125,14 +146,14 @@ class Session:
         counter.wait_until(number)
         layer = self._past.layers[number]
         with torch.no_grad():
-            if isinstance(layer, FullAttention):
+            if isinstance(layer, (FullAttention, StaticFullLayer)):
                 self._fill_full(layer, number)
             if isinstance(layer, WindowAttention):
                 self._fill_window(layer, number)
             if isinstance(layer, RecurrentStates):
                 self._fill_states(layer, number)
 
-    def _fill_full(self, layer: FullAttention, number: int) -> None:
+    def _fill_full(self, layer: FullAttention | StaticFullLayer, number: int) -> None:
         tiers = self._tiers
         if tiers.kv is None:
             raise RuntimeError("the model has a layer of full attention and no pool for it")
@@ -169,7 +190,7 @@ class Session:
             for state, pool in zip(layer.state_tensors(), tiers.state_buffers(local), strict=True):
                 state[index].copy_(pages.read(pool)[0])
 
-    def _compute_up_to_checkpoints(self, past: PastCache) -> None:
+    def _compute_up_to_checkpoints(self, past: PastCache | StaticPastCache) -> None:
         """Run the prompt up to each checkpoint: a recurrent state can be saved only where a forward pass ends."""
         if self._checkpoints is None or self._tiers.states is None:
             return
@@ -209,13 +230,13 @@ class Session:
             release_rows(tree, self._rows)
         tree.poll()
 
-    def _keep(self, past: PastCache, recorder: Recorder) -> None:
+    def _keep(self, past: PastCache | StaticPastCache, recorder: Recorder) -> None:
         columns = int(past.get_seq_length())
         sequences, reason = recorder.tokens(columns)
         if reason is not None:
             self._cache.log_once(f"some tokens of a session were not cached: {reason}")
         for layer in past.layers:
-            if isinstance(layer, (FullAttention, WindowAttention, RecurrentStates)):
+            if isinstance(layer, FilledOnTouch):
                 layer.fill()
         checkpoints = self._checkpoints
         if checkpoints is not None and self._tiers.windowed:
@@ -227,7 +248,7 @@ class Session:
             self._keep_row(past, index, row, tokens, found)
 
     def _keep_row(
-        self, past: PastCache, index: int, row: Row, tokens: Tokens, checkpoints: Sequence[Checkpoint]
+        self, past: PastCache | StaticPastCache, index: int, row: Row, tokens: Tokens, checkpoints: Sequence[Checkpoint]
     ) -> None:
         tiers, tree = self._tiers, self._tiers.tree
         keys = SequenceKeys(tiers.page_size, tokens, namespace=self._namespace)
@@ -275,7 +296,7 @@ class Session:
             at = end
         return match
 
-    def _copy_out(self, past: PastCache, index: int, row: Row, first_page: int, pages: Pages) -> None:
+    def _copy_out(self, past: PastCache | StaticPastCache, index: int, row: Row, first_page: int, pages: Pages) -> None:
         """Copy the rows of new pages from the layers into the device pool."""
         tiers = self._tiers
         target = PageRows(pages, tiers.page_size, tiers.layout.device)
@@ -283,7 +304,7 @@ class Session:
         end = begin + len(target)
         for local, number in enumerate(tiers.layout.full):
             layer = past.layers[number]
-            if tiers.kv is None or not isinstance(layer, FullAttention):
+            if tiers.kv is None or not isinstance(layer, (FullAttention, StaticFullLayer)):
                 raise RuntimeError(f"layer {number} is a {type(layer).__name__} where full attention was expected")
             keys, values = layer.rows(index, begin, end)
             target.write(tiers.kv.k_buffer[local], keys.transpose(0, 1))

@@ -13,7 +13,6 @@ from hicache_pools import (
     HostPoolGroup,
     MambaPool,
     MHATokenToKVPool,
-    MHATokenToKVPoolHost,
     MLATokenToKVPool,
     NullPoolHost,
     PoolEntry,
