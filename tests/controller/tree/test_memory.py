@@ -40,7 +40,7 @@ def serve(tree: UnifiedRadixCache, keys: list[bytes]) -> None:
     ids=["a block of eight pages", "chats that grow by three pages"],
 )
 def test_a_cached_page_takes_less_than_200_bytes(turns: int, pages_a_turn: int) -> None:
-    chats, length = 400, turns * pages_a_turn
+    chats, length = 100, turns * pages_a_turn
     tree = make_tree(chats * length)
     serve(tree, [secrets.token_bytes(16)])  # whatever is made once
     tree.reset()

@@ -172,6 +172,12 @@ class StorageLink:
         """Whether there is a backend."""
         return self._attached is not None
 
+    @property
+    def backend(self) -> StorageBackend | None:
+        """The backend, or None."""
+        attached = self._attached
+        return None if attached is None else attached.backend
+
     def attach(self, backend: StorageBackend, anchor_pool: Any, sidecars: Mapping[str, Any]) -> None:
         """Register the pools with ``backend`` and start its threads; nothing changed where that raises."""
         with self._lock:

@@ -178,6 +178,7 @@ class UnifiedRadixCache(TreeLoads):
             if write.host is None:
                 self._ensure_host(write)
             self._write_windows(write)
+        self._store_again(node)
 
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
@@ -440,5 +441,6 @@ class UnifiedRadixCache(TreeLoads):
         self.root = TreeNode(0, None, b"")
         self._timed.clear()
         self._pinned.clear()
+        self._to_store.clear()
         for books in self._books:
             books.device_pages = books.host_pages = 0

@@ -28,6 +28,9 @@ class Change(StrEnum):
 class CacheEvent:
     """Pages that can be had from a tier now, or no longer.
 
+    Storage is told of as far as the tree knows: pages that it stored or found there, once each, and those of them that
+    storage has removed. Other processes may store more.
+
     Attributes
     ----------
     change, tier, pool
@@ -37,7 +40,7 @@ class CacheEvent:
     parent
         Key of the page before them; None at a sequence's start.
     tokens
-        Token ids of the pages, int64; None where the request came without them.
+        Token ids of the pages, int64; None where the request came without them, and for what left storage.
     """
 
     change: Change

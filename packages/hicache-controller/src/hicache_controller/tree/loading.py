@@ -11,11 +11,12 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..storage_worker import PrefetchOperation
+from .backups import further
 from .events import Change, Tier
-from .keys import KEY_BYTES, Tokens, common_pages, own_tokens
+from .keys import KEY_BYTES, Tokens, common_pages, key_list, own_tokens
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .results import Match
-from .transfers import TreeTransfers, further
+from .transfers import TreeTransfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +108,7 @@ class TreeLoads(TreeTransfers):
         found = self._storage_exists(rest) if rest and self.controller.has_storage else 0
         if not found:
             return nothing
+        self._presence.storing(rest[:found])
         # What comes needs a host part above it, which must stay until then.
         above = match.node
         above.host_lock += 1
@@ -192,6 +194,7 @@ class TreeLoads(TreeTransfers):
         for transfer in transfers:
             for part, _ in self._window(node, str(transfer.name)) or ():
                 part.stored = part.host is not None and part.write is None
+                self._tell_stored(part.node, part.name, part.on_host)
 
     def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
         """Give host pages that came from storage to the nodes behind a match, new ones where there are none."""
@@ -208,9 +211,10 @@ class TreeLoads(TreeTransfers):
                     child = self._split(child, same)
             own = pages[at - begin : at - begin + child.pages]
             if child.host is None:
-                child.stored = True
+                child.stored = not self._storage_lacks(key_list(child.keys))
                 self._set_host(child, own)
                 self._tell(Change.STORED, Tier.HOST, child)
+                self._tell_stored(child, self._anchor, child.pages)
             else:
                 self.controller.evict_host(self._slots(own))
             # Eviction for the windows to come must not take what has just come.

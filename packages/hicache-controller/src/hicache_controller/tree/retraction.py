@@ -10,9 +10,9 @@ import torch
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from .backups import further
 from .node import NO_PAGES, Operation, Pages, Pin, TreeNode
 from .results import Match, Restored
-from .transfers import further
 
 if TYPE_CHECKING:
     from .cache import UnifiedRadixCache

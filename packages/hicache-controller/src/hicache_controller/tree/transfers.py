@@ -1,4 +1,4 @@
-"""TreeTransfers: writes nodes to the host and to storage, loads them, and takes in what is done."""
+"""TreeTransfers: writes nodes to the host, loads them, and takes in what is done."""
 
 from __future__ import annotations
 
@@ -10,24 +10,17 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..operations import Ack
+from .backups import TreeBackups, further
 from .events import Change, Tier
-from .eviction import TreeEviction
-from .keys import key_list
-from .node import NO_PAGES, Operation, Pages, TreeNode, WindowPart, pack, unpack
+from .node import Operation, Pages, TreeNode, WindowPart, pack, unpack
 
 
-def further(transfers: Sequence[PoolTransfer]) -> dict[str, Any]:
-    """Keywords that hand further pools' parts to a controller; none where there are none, as a plain one takes none."""
-    return {"pool_transfers": list(transfers)} if transfers else {}
-
-
-class TreeTransfers(TreeEviction):
-    """What moves between the tiers."""
+class TreeTransfers(TreeBackups):
+    """What moves between device and host."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._loads: dict[int, Operation] = {}
-        self._backups: dict[int, Operation] = {}
         self._outcomes: dict[int, bool] = {}
 
     # Writes
@@ -116,7 +109,7 @@ class TreeTransfers(TreeEviction):
                 self._forget_empty(part)
             else:
                 self._tell_window(Change.STORED, Tier.HOST, part, part.on_host)
-                self._start_backup(part.node)
+                self._store(part.node)
         if operation.nodes:
             self._finish_node_write(operation, failed=failed)
 
@@ -139,7 +132,7 @@ class TreeTransfers(TreeEviction):
         # All of them lie on the tail's path; heads go first.
         for node in [n for n in self._path(tail) if n in operation.nodes][::-1]:
             self._tell(Change.STORED, Tier.HOST, node)
-            self._start_backup(node)
+            self._store(node)
 
     def _forget_host(self, node: TreeNode) -> None:
         """Take back the host part of a failed write (the controller freed the slots), with what hangs on it."""
@@ -245,65 +238,6 @@ class TreeTransfers(TreeEviction):
         self._unlock_device(tail)
         self._unlock_host(tail)
 
-    # Backups
-
-    def _start_backup(self, node: TreeNode) -> None:
-        """Store what of the node is settled on the host and not in storage."""
-        if node.host is None or node.write is not None or node.backup is not None or not self.controller.has_storage:
-            return
-        parts = [p for p in node.windows if p.host is not None and p.write is None and not p.stored]
-        if node.stored and not parts:
-            return
-        operation = self._operation([node], whole=not node.stored)
-        keys = key_list(node.keys)
-        transfers = []
-        for part in parts:
-            pages = NO_PAGES if part.host is None else unpack(part.host)
-            operation.host_pin.hold(part, device=False)
-            transfers.append(
-                PoolTransfer(
-                    part.name,
-                    host_indices=self.windows[part.name].converter.slots(pages),
-                    keys=keys[len(keys) - len(pages) :],
-                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
-                )
-            )
-        above = None if node.parent is None else node.parent.last_key()
-        parents: list[bytes | None] = [above, *keys[:-1]]
-        # What is stored already is named again, the last page alone: windows travel beside pages of the anchor.
-        first = len(keys) - 1 if node.stored else 0
-        operation.pages = len(keys) - first
-        node.host_lock += 1
-        node.backup = self._backups[operation.id] = operation
-        self.controller.backup(
-            self._slots(unpack(node.host)[first:]),
-            keys[first:],
-            parents=parents[first:],
-            node_id=operation.id,
-            **further(transfers),
-        )
-
-    def _finish_backup(self, operation: Operation, stored_pages: int, *, failed: bool) -> None:
-        tail = operation.nodes[0]
-        complete = stored_pages == operation.pages
-        parts = list(operation.host_pin.parts)
-        self._unpin(operation.host_pin, device=False)
-        for part in parts:
-            if part.host is not None and complete and not failed:
-                part.stored = True
-                self._tell_window(Change.STORED, Tier.STORAGE, part, part.on_host)
-        for node in operation.nodes:
-            node.backup = None
-            if operation.whole:
-                node.stored = complete
-                if complete:
-                    self._tell(Change.STORED, Tier.STORAGE, node)
-        self._unlock_host(tail)
-        if complete and not failed:
-            for node in operation.nodes:
-                if node.windows:
-                    self._start_backup(node)
-
     # Transfers in flight
 
     def poll(self, *, wait: bool = False) -> bool:
@@ -317,10 +251,8 @@ class TreeTransfers(TreeEviction):
         seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
         seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
         if self._backups:
-            for stored in self.controller.poll_backups(wait=wait_backups):
-                seen = True
-                operation = self._backups.pop(stored.node_id)
-                self._finish_backup(operation, stored.stored_pages, failed=stored.error is not None)
+            seen |= self._take_in_backups(self.controller.poll_backups(wait=wait_backups))
+        self._follow_storage()
         return seen
 
     def _take_in(self, acks: Sequence[Ack], running: dict[int, Operation], finish: Callable[..., None]) -> bool:
@@ -337,6 +269,7 @@ class TreeTransfers(TreeEviction):
 
     def drain(self) -> None:
         """Wait until no transfer is in flight."""
+        self.poll()
         while self._wait():
             pass
 

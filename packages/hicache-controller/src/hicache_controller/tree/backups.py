@@ -1,0 +1,278 @@
+"""TreeBackups: stores what is settled on the host, again where that failed or storage lost it, and follows storage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
+
+from ..operations import StorageAck
+from ..storage.backoff import Backoff
+from ..storage.base import HiCacheStorage
+from ..storage_worker import StorageBackend
+from .events import CacheEvent, Change, Tier
+from .eviction import TreeEviction
+from .keys import KEY_BYTES, key_list
+from .node import NO_PAGES, Operation, TreeNode, WindowPart, unpack
+from .presence import StoragePresence
+
+_TO_STORE = 16
+"""Bit of ``TreeNode.queued``: it waits to be stored again."""
+
+_FEW = 4096
+"""Removed keys, or nodes to store again, that are not worth looking through."""
+
+
+def further(transfers: Sequence[PoolTransfer]) -> dict[str, Any]:
+    """Keywords that hand further pools' parts to a controller; none where there are none, as a plain one takes none."""
+    return {"pool_transfers": list(transfers)} if transfers else {}
+
+
+class TreeBackups(TreeEviction):
+    """What goes to storage, and what is known to be there.
+
+    A node is stored as soon as its bytes are settled on the host. One that storage did not take, or has removed since,
+    or that was there before the storage was attached, waits in ``_to_store`` from when it is next used (all of them,
+    when a storage is attached); :meth:`_store_waiting` stores these again a few at a time, and pauses while storage
+    fails. Ranks that agree with each other have the same nodes there, in one order.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._backups: dict[int, Operation] = {}
+        self._backed_up_pages = 0
+        self._presence = StoragePresence(remember=self.listener is not None)
+        self._backend: StorageBackend | None = self.controller.storage.backend
+        self._pause = Backoff(self.clock)
+        self._to_store: deque[TreeNode] = deque()
+        self._look_through_at = _FEW
+        self._listen_to_storage()
+
+    # One node
+
+    def _store(self, node: TreeNode) -> None:
+        """Store what of a node and its prefix is settled on the host and not in storage, heads first."""
+        if not self.controller.has_storage:
+            return
+        if not self._storage_answers():
+            self._store_later(node)
+            return
+        for above in reversed([n for n in self._path(node) if self._is_to_store(n)]):
+            self._start_backup(above)
+
+    @staticmethod
+    def _is_to_store(node: TreeNode) -> bool:
+        """Whether something of the node is settled on the host, not in storage, and not on its way there."""
+        if node.host is None or node.write is not None or node.backup is not None:
+            return False
+        return not node.stored or any(_is_part_to_store(part) for part in node.windows)
+
+    def _start_backup(self, node: TreeNode) -> None:
+        if node.host is None:
+            return
+        parts = [part for part in node.windows if _is_part_to_store(part)]
+        operation = self._operation([node], whole=not node.stored)
+        keys = key_list(node.keys)
+        transfers = []
+        for part in parts:
+            pages = NO_PAGES if part.host is None else unpack(part.host)
+            operation.host_pin.hold(part, device=False)
+            transfers.append(
+                PoolTransfer(
+                    part.name,
+                    host_indices=self.windows[part.name].converter.slots(pages),
+                    keys=keys[len(keys) - len(pages) :],
+                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
+                )
+            )
+        above = None if node.parent is None else node.parent.last_key()
+        parents: list[bytes | None] = [above, *keys[:-1]]
+        # What is stored already is named again, the last page alone: windows travel beside pages of the anchor.
+        first = len(keys) - 1 if node.stored else 0
+        operation.pages = len(keys) - first
+        node.host_lock += 1
+        node.backup = self._backups[operation.id] = operation
+        self._backed_up_pages += operation.pages
+        self._presence.storing(keys)
+        self.controller.backup(
+            self._slots(unpack(node.host)[first:]),
+            keys[first:],
+            parents=parents[first:],
+            node_id=operation.id,
+            **further(transfers),
+        )
+
+    def _take_in_backups(self, acks: Sequence[StorageAck]) -> bool:
+        """Finish the backups of some acks; True where there were any."""
+        whole = [ack.error is None for ack in acks]
+        if acks and self.controller.agreement.needed:
+            # What is stored again has to be the same on all ranks.
+            whole = [bool(each) for each in self.controller.agreement.smallest([int(each) for each in whole])]
+        for ack, good in zip(acks, whole, strict=True):
+            operation = self._backups.pop(ack.node_id)
+            self._backed_up_pages -= operation.pages
+            if operation.failed:  # it went to a storage that is gone
+                self._finish_backup(operation, 0, failed=True)
+                continue
+            if good and ack.stored_pages == operation.pages:
+                self._pause.succeeded()
+            else:
+                self._pause.failed()
+            self._finish_backup(operation, ack.stored_pages, failed=not good)
+        return bool(acks)
+
+    def _finish_backup(self, operation: Operation, stored_pages: int, *, failed: bool) -> None:
+        tail = operation.nodes[0]
+        complete = stored_pages == operation.pages
+        parts = list(operation.host_pin.parts)
+        self._unpin(operation.host_pin, device=False)
+        if complete and not failed:
+            for part in parts:
+                if part.host is not None:
+                    part.stored = not self._storage_lacks(key_list(part.node.keys)[-part.on_host :])
+                    self._tell_stored(part.node, part.name, part.on_host)
+        nodes = [node for node in self._path(tail) if node in operation.nodes][::-1]
+        for node in nodes:
+            node.backup = None
+        if operation.whole:
+            left = stored_pages
+            for node in nodes:
+                there = min(left, node.pages)
+                left -= there
+                node.stored = there == node.pages and not self._storage_lacks(key_list(node.keys))
+                if there:
+                    self._tell_stored(node, self._anchor, node.pages, there)
+        elif not complete:
+            tail.stored = False
+        head = nodes[0].parent
+        if not stored_pages and head is not None:
+            # It may be the page before that storage lacks; naming that again costs little.
+            head.stored = False
+        self._unlock_host(tail)
+        came = [part for node in nodes for part in node.windows if part not in parts and _is_part_to_store(part)]
+        if complete and not failed and came:
+            self._store(tail)
+
+    # Again
+
+    def _store_again(self, node: TreeNode) -> None:
+        """Let a prefix that is being used be stored again, where storage does not have all of it."""
+        if not self.controller.has_storage:
+            return
+        follows = len(self._presence) and not self.controller.agreement.needed
+        for above in self._path(node):
+            # Storage gives up the tail of a prefix before its head, so that the last page tells of all.
+            if follows and above.stored and self._presence.lacks(above.keys[-KEY_BYTES:]):
+                above.stored = False
+            if self._is_to_store(above):
+                self._store_later(above)
+                return
+
+    def _store_later(self, node: TreeNode) -> None:
+        if node.queued & _TO_STORE:
+            return
+        if len(self._to_store) >= self._look_through_at:
+            for each in self._to_store:
+                if each.host is None:
+                    each.queued &= ~_TO_STORE
+            self._to_store = deque(each for each in self._to_store if each.queued & _TO_STORE)
+            self._look_through_at = max(_FEW, 2 * len(self._to_store))
+        node.queued |= _TO_STORE
+        self._to_store.append(node)
+
+    def _store_waiting(self) -> None:
+        """Store again what waits for it, as long as the storage answers and its queue is short."""
+        most = self.controller.storage.settings.backup_queue_pages // 4
+        while self._to_store and self.controller.has_storage:
+            node = self._to_store[0]
+            busy = bool(self._backups) and (self._pause.failing or self._backed_up_pages + node.pages > most)
+            if node.host is not None and (busy or not self._storage_answers()):
+                return
+            self._to_store.popleft()
+            node.queued &= ~_TO_STORE
+            if node.host is not None:
+                self._store(node)
+
+    def _storage_answers(self) -> bool:
+        """Whether no rank is in the pause behind a failure."""
+        if not self._pause.failing:
+            return True
+        return bool(self.controller.agreement.smallest([int(not self._pause.active)])[0])
+
+    # What storage does by itself
+
+    def _follow_storage(self) -> None:
+        """Notice another storage and what the one there is has removed; store what waits for it."""
+        if self.controller.storage.backend is not self._backend:
+            self._change_storage()
+        removed = self._presence.take_removed()
+        if removed:
+            self._tell_removed(self._presence.removed(removed))
+            if len(self._presence) > _FEW:
+                self._compare_with_removed()
+        if self._to_store:
+            self._store_waiting()
+
+    def _listen_to_storage(self) -> None:
+        if isinstance(self._backend, HiCacheStorage):
+            self._backend.set_removal_listener(self._presence.note_removed)
+
+    def _change_storage(self) -> None:
+        if isinstance(self._backend, HiCacheStorage):
+            self._backend.set_removal_listener(None)
+        self._tell_removed(self._presence.forget_all())
+        self._backend = self.controller.storage.backend
+        self._pause.succeeded()
+        for operation in self._backups.values():
+            operation.failed = True
+        self._listen_to_storage()
+        for node in self._all_nodes():
+            node.stored = False
+            for part in node.windows:
+                part.stored = False
+            if self._backend is not None and self._is_to_store(node):
+                self._store_later(node)
+
+    def _storage_lacks(self, keys: Sequence[bytes]) -> bool:
+        """Whether storage removed any of some keys; unknown among ranks, each of which has removals of its own."""
+        return not self.controller.agreement.needed and self._presence.lacks_any(keys)
+
+    def _compare_with_removed(self) -> None:
+        """Unmark all that was removed, once that is much, so that it costs a few steps a key."""
+        if len(self._presence) <= sum(books.host_pages for books in self._books) // 8:
+            return
+        for node in self._all_nodes():
+            if node.host is None:
+                continue
+            keys = key_list(node.keys)
+            node.stored = node.stored and not self._storage_lacks(keys)
+            for part in node.windows:
+                part.stored = part.stored and not self._storage_lacks(keys[-part.on_host :])
+        in_flight = {key for operation in self._backups.values() for n in operation.nodes for key in key_list(n.keys)}
+        self._presence.forget_removed(in_flight)
+
+    # Events
+
+    def _tell_stored(self, node: TreeNode, pool: str, pages: int, count: int | None = None) -> None:
+        """Tell that storage has the first ``count`` (default: all) of the last ``pages`` pages of a node."""
+        if self.listener is None:
+            return
+        first = node.pages - pages
+        keys = key_list(node.keys)[first : None if count is None else first + count]
+        above = None if node.parent is None else node.parent.last_key()
+        for run in self._presence.stored(pool, keys, node.key(first - 1) if first else above):
+            begin = first + run.first
+            end = begin + len(run.keys)
+            tokens = None if node.tokens is None else node.tokens[begin * self.page_size : end * self.page_size]
+            self.listener(CacheEvent(Change.STORED, Tier.STORAGE, pool, run.keys, run.parent, tokens))
+
+    def _tell_removed(self, removed: Sequence[tuple[str, Any]]) -> None:
+        if self.listener is not None:
+            for pool, run in removed:
+                self.listener(CacheEvent(Change.REMOVED, Tier.STORAGE, pool, run.keys, run.parent, None))
+
+
+def _is_part_to_store(part: WindowPart) -> bool:
+    return part.host is not None and part.write is None and not part.stored
