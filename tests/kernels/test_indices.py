@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from hicache_kernels import PlaneTransfer
 from hicache_kernels.indices import IndexReader
 from hicache_kernels.staging import StagingRing
+from hicache_kernels.uploads import UploadPool
 
 PATHS = ("staged", "direct")
 EXTREMES = (2**63 - 8, -(2**63), 2**62, 2**32, 2**31, -(2**31), -8)
@@ -130,13 +132,108 @@ def test_threads_share_one_transfer_without_mixing_indices(pools, compiled, poli
 def test_a_capture_never_gets_the_uploads_of_an_earlier_call(monkeypatch):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    reader = IndexReader(page_size=1, host_slots=8, device_slots=8, device=torch.device("cpu"), scan=None)
-    monkeypatch.setattr(reader, "_uploaded", lambda indices: indices.clone())
+    reader = IndexReader(page_size=1, host_slots=8, device_slots=8, device=torch.device("cpu"), scan=None, upload=None)
     stream, host, device = object(), torch.tensor([1, 2]), torch.tensor([3, 4])
-    assert reader.read(host, device, stream) is reader.read(host, device, stream)
+    assert reader.read(host, device, stream, keep=True) is reader.read(host, device, stream, keep=True)
+    assert reader.read(host, device, stream) is not reader.read(host, device, stream)
     capturing = True
     with pytest.raises(ValueError, match="host_indices is on the CPU; under graph capture it must be on"):
-        reader.read(host, device, stream)
+        reader.read(host, device, stream, keep=True)
+
+
+class Event:
+    """An event that comes when it is told to."""
+
+    def __init__(self):
+        self.come = True
+
+    def query(self):
+        return self.come
+
+    def record(self, stream):
+        self.come = False
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """Uploads without a GPU: memory that is not pinned, events of the test's own."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    allocate = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: allocate(*size, **options))
+
+
+def test_an_upload_is_taken_again_only_behind_its_last_reader(uploads):
+    pool = UploadPool(torch.device("cpu"))
+    first = pool.take(10)
+    first.event.record(None)
+    pool.give_back(first)
+    second = pool.take(10)
+    assert second is not first
+    first.event.come = True
+    pool.give_back(second)
+    assert pool.take(10) is first
+    assert pool.take(10) is second
+
+
+def test_an_upload_that_is_too_small_makes_room_for_a_larger_one(uploads):
+    pool = UploadPool(torch.device("cpu"))
+    small = pool.take(1)
+    pool.give_back(small)
+    count = small.pinned.numel() + 1
+    large = pool.take(count)
+    assert large is not small
+    assert large.pinned.numel() >= count
+    pool.give_back(large)
+    assert pool.take(1) is large
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.int64), (torch.int32, torch.int64), (torch.int32, torch.int32)])
+def test_uploads_go_back_with_their_indices_and_not_before(uploads, compiled, dtypes):
+    module = compiled("main")
+    reader = IndexReader(
+        page_size=1, host_slots=99, device_slots=99, device=torch.device("cpu"),
+        scan=module["scan_indices"], upload=module["upload_indices"],
+    )  # fmt: skip
+    stream = SimpleNamespace(cuda_stream=0)
+    host, device = (torch.randperm(99)[:7].to(dtype) for dtype in dtypes)
+    indices = reader.read(host, device, stream)
+    host_slots, device_slots = reader.both_slots(indices, stream)
+    assert torch.equal(host_slots, host.long())
+    assert torch.equal(device_slots, device.long())
+    assert reader.device_slots(indices, stream) is device_slots
+    (upload,) = indices.uploads
+    other = reader.read(device, host, stream)
+    reader.device_slots(other, stream)
+    assert other.uploads[0] is not upload
+    reader.done(indices, stream)
+    del indices
+    third = reader.read(host, device, stream)
+    reader.device_slots(third, stream)
+    assert third.uploads[0] is not upload
+    assert torch.equal(host_slots, host.long())
+    upload.event.come = True
+    fourth = reader.read(host, device, stream)
+    reader.device_slots(fourth, stream)
+    assert fourth.uploads[0] is upload
+
+
+def test_kept_indices_of_page_size_1_survive_their_callers_writes(compiled):
+    module = compiled("main")
+    reader = IndexReader(
+        page_size=1, host_slots=9, device_slots=9, device=torch.device("cpu"),
+        scan=module["scan_indices"], upload=module["upload_indices"],
+    )  # fmt: skip
+    host, device = torch.tensor([4, 2, 7]), torch.tensor([0, 1, 2])
+    kept = reader.read(host, device, None, keep=True)
+    host[1] = 5
+    assert kept.pages.tolist() == [4, 2, 7]
+    assert reader.read(host, device, None, keep=True).pages.tolist() == [4, 5, 7]
+
+
+def test_an_upload_without_room_for_its_indices_is_refused(compiled):
+    slots, room = torch.arange(4), torch.zeros(7, dtype=torch.int64)
+    with pytest.raises(ValueError, match="8 indices; pinned has room for 7, on_device for 7"):
+        compiled("staged")["upload_indices"](slots, slots, room, room.clone(), 0)
 
 
 def test_an_operation_outlives_its_callers_tensors(pools, compiled):

@@ -205,8 +205,8 @@ def test_short_runs_of_wide_shares_are_planned_as_batches_and_long_ones_as_pitch
         wide = work(pages=pages, runs=runs, page_bytes=2 << 20)
         return plan_load(wide, constants=CONSTANTS, policy="staged").expected_seconds
 
-    assert staged(512, 8) == pytest.approx(512 * (2 << 20) / 50e9 + 32 * 8 * 4e-6, rel=0.02)
-    assert staged(512, 9) == pytest.approx(32 * 512 * 2e-6 * SUBMIT_MARGIN, rel=0.02)
+    assert staged(512, 12) == pytest.approx(512 * (2 << 20) / 50e9 + 32 * 12 * 4e-6, rel=0.02)
+    assert staged(512, 13) == pytest.approx(32 * 512 * 2e-6 * SUBMIT_MARGIN, rel=0.02)
 
 
 def test_width_of_a_layer_follows_the_layout() -> None:

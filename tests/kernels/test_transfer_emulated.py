@@ -84,7 +84,7 @@ def test_one_kernel_loads_several_layers_and_counts_its_warps_out_of_each(pools,
     host, device = pool.slots(torch.randperm(6), dtype), pool.slots(torch.randperm(7)[:6], dtype)
 
     def load(host, device, first, count):
-        done, events = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
+        done, events = torch.full((count,), 9, dtype=torch.int32), torch.zeros(count, dtype=torch.int64)
         queued = mover.load_layers(
             host, device, first_layer=first, done=done, events=events, blocks=3, stream=0, side_stream=0
         )

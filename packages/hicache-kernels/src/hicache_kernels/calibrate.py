@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 BUFFER_BYTES = 64 << 20
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PAGE_BYTES = 32 << 10
@@ -264,7 +265,9 @@ class _Probe:
         quota: int | None = None,
     ) -> _Timing:
         """Time a transfer of the pages that ``keep`` selects, less that of a single page."""
-        call = transfer.write_back if direction is Direction.WRITE_BACK else transfer.load
+        call = transfer.write_back
+        if direction is Direction.LOAD:
+            call = functools.partial(transfer.load, layer_events=True)
         pages = torch.arange(transfer.planes[0].host.pages)
 
         def timing(chosen: torch.Tensor) -> _Timing:
@@ -322,7 +325,8 @@ class _Probe:
         rate = (BUFFER_BYTES - PAGE_BYTES) / max(1e-7, whole.seconds - small.seconds)
         scattered = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
         batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
-        rows = self._transfer(ROW_BYTES, 1)
+        # Rows of a layer lie as far apart as those of a model, which is what they cost.
+        rows = self._transfer(ROW_BYTES, LAYERS)
         direct = [(ctas, self._marginal(direction, rows, "direct", quota=ctas)) for ctas in CTAS]
         return DirectionConstants(
             copy_bytes_per_second=rate,

@@ -1,21 +1,22 @@
-"""Brings an operation's indices where its path reads them: checked, whole pages found, uploaded once."""
+"""Reads an operation's indices: checked, whole pages found, and brought where its path reads them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .checks import check_forms, check_indices, device_checks_enabled
+from .uploads import Upload, UploadPool, upload_pool
 
 ScanFunction = Callable[..., int]
+UploadFunction = Callable[..., None]
 
 
 @functools.cache
-def _nothing() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(0, dtype=torch.int64), torch.empty((0, 0), dtype=torch.int64)
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _content(indices: torch.Tensor) -> torch.Tensor | None:
@@ -23,10 +24,9 @@ def _content(indices: torch.Tensor) -> torch.Tensor | None:
 
 
 def _same(kept: torch.Tensor | None, given: torch.Tensor) -> bool:
-    return kept is None or torch.equal(kept, given if given.dtype is kept.dtype else given.to(kept.dtype))
+    return kept is None or torch.equal(kept, given)
 
 
-@dataclass(frozen=True, eq=False)
 class OperationIndices:
     """Indices of one operation, valid for work on one stream.
 
@@ -34,159 +34,149 @@ class OperationIndices:
     ----------
     host, device
         As given.
-    contents
-        What those on the CPU held: one written to since, by whatever means, is read anew. None for one on the device,
-        whose values no caller's thread reads.
-    stream
-        The caller's stream; None on CPU.
     pages
-        Host pages in order, int64 on CPU; None where the host indices lie on the device.
+        Host pages in order, int64 on CPU; None where the host indices lie on the device. May be the host indices
+        themselves, so it is for the call that they were handed to.
     page_count, runs
         Pages, and runs of neighbouring host pages (as many as pages where they are not known).
+    captured
+        Whether the operation becomes part of a graph.
     host_slots, device_slots
-        Where kernels read them, of one dtype; None where not uploaded yet.
+        Where kernels read them; None where they have not been brought there.
     """
 
-    host: torch.Tensor
-    device: torch.Tensor
-    contents: tuple[torch.Tensor | None, torch.Tensor | None]
-    stream: torch.cuda.Stream | None
-    pages: torch.Tensor | None
-    page_count: int
-    runs: int
-    host_slots: torch.Tensor | None
-    device_slots: torch.Tensor
+    __slots__ = (
+        "_contents", "_pool", "captured", "device", "device_slots", "host", "host_slots", "page_count", "pages", "runs",
+        "uploads",
+    )  # fmt: skip
 
-    def serve(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> bool:
+    def __init__(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        pages: torch.Tensor | None,
+        page_count: int,
+        runs: int,
+        pool: UploadPool | None,
+        *,
+        captured: bool = False,
+    ) -> None:
+        self.host = host
+        self.device = device
+        self.pages = pages
+        self.page_count = page_count
+        self.runs = runs
+        self.captured = captured
+        self.host_slots = host if pool is None or host.device.type != "cpu" else None
+        self.device_slots = device if pool is None or device.device.type != "cpu" else None
+        self.uploads: list[Upload] = []
+        self._pool = pool
+        self._contents: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+
+    def keep(self) -> None:
+        """Remember what the indices on the CPU hold: those written to since, by whatever means, are read anew."""
+        self._contents = _content(self.host), _content(self.device)
+        if self.pages is self.host:
+            self.pages = self._contents[0]
+
+    def serve(self, host: torch.Tensor, device: torch.Tensor) -> bool:
         """Whether these are still the indices of a call with the given tensors."""
-        if self.host is not host or self.device is not device or self.stream != stream:
+        if self._contents is None or self.host is not host or self.device is not device:
             return False
-        kept_host, kept_device = self.contents
-        return _same(kept_host, host) and _same(kept_device, device)
+        return _same(self._contents[0], host) and _same(self._contents[1], device)
+
+    def __del__(self) -> None:
+        # Whoever still works with these indices holds them, and has the events recorded before letting go.
+        if self._pool is not None:
+            for upload in self.uploads:
+                self._pool.give_back(upload)
 
 
 class IndexReader:
     """Reads the indices of one pool's operations.
 
-    Layers loaded one by one come with the same tensors, so the last operation's indices are kept and reused.
+    Layers loaded one by one come with the same tensors, so the indices of the last such load are kept and reused.
 
     Parameters
     ----------
     page_size, host_slots, device_slots, device
         Geometry of the pool.
-    scan
-        ``scan_indices`` of a compiled module, or None: NumPy then does the same, in several passes.
+    scan, upload
+        ``scan_indices`` and ``upload_indices`` of a compiled module, or None: NumPy and torch then do the same, in
+        several passes.
     """
 
     def __init__(
-        self, *, page_size: int, host_slots: int, device_slots: int, device: torch.device, scan: ScanFunction | None
+        self,
+        *,
+        page_size: int,
+        host_slots: int,
+        device_slots: int,
+        device: torch.device,
+        scan: ScanFunction | None,
+        upload: UploadFunction | None,
     ) -> None:
         self._page_size = page_size
         self._host_slots = host_slots
         self._device_slots = device_slots
         self._device = device
+        self._device_id = device.index or 0
         self._scan = scan
-        self._last: OperationIndices | None = None
+        self._upload = upload
+        self._pool = upload_pool(device)
+        self._last: tuple[OperationIndices, torch.cuda.Stream | None] | None = None
 
-    def read(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> OperationIndices:
-        """Check, and upload what lies on the CPU.
-
-        The uploads belong to the allocators' books: neither end is reused before the work queued on ``stream`` is done.
+    def read(
+        self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None, *, keep: bool = False
+    ) -> OperationIndices:
+        """Check; ``keep`` where more calls with the same tensors will follow.
 
         Raises
         ------
         TypeError, ValueError, IndexError
             Naming the tensor, its value and what is accepted.
         """
+        if not keep:
+            return self._read(host, device, stream)
         last = self._last
         capturing = stream is not None and torch.cuda.is_current_stream_capturing()
         # A graph would read what was uploaded for an earlier call long after that is gone.
-        if not capturing and last is not None and last.serve(host, device, stream) and not device_checks_enabled():
-            return last
-        if not self._plain(host, device):
-            check_forms(host, device, page_size=self._page_size, device=self._device)
-        if capturing:
-            for name, indices in (("host_indices", host), ("device_indices", device)):
-                if indices.device.type == "cpu":
-                    raise ValueError(f"{name} is on the CPU; under graph capture it must be on {self._device}")
-        if self._scan is None or host.device.type != "cpu" or device_checks_enabled():
-            read = self._read_checked(host, device, stream)
-        else:
-            read = self._read_scanned(self._scan, host, device, stream)
-        if stream is not None and not capturing:
-            for indices in (host, device):
-                if indices.device.type != "cpu":
-                    indices.record_stream(stream)
-        self._last = read
+        known = last is not None and not capturing and last[1] == stream and not device_checks_enabled()
+        if known and last is not None and last[0].serve(host, device):
+            return last[0]
+        read = self._read(host, device, stream)
+        read.keep()
+        self._last = read, stream
         return read
 
-    def _plain(self, host: torch.Tensor, device: torch.Tensor) -> bool:
-        """Whether the forms are right at a glance: two dense lists of int64 on the CPU."""
-        return (
-            type(host) is type(device) is torch.Tensor
-            and host.dtype is device.dtype is torch.int64
-            and host.shape == device.shape
-            and host.dim() == 1
-            and not (host.is_cuda or device.is_cuda)
-            and host.stride() == device.stride() == (1,)
-            and host.shape[0] % self._page_size == 0
-        )
-
-    def host_slots(self, indices: OperationIndices) -> torch.Tensor:
-        """Host slots where kernels read them, of the device slots' dtype."""
-        if indices.host_slots is not None:
-            return indices.host_slots
-        host = indices.host.to(indices.device_slots.dtype)
-        return host if indices.stream is None else self._uploaded(host)
-
-    def _uploaded(self, indices: torch.Tensor) -> torch.Tensor:
-        if indices.device.type != "cpu":
-            return indices
-        return indices.pin_memory().to(self._device, non_blocking=True)
-
-    def _read_scanned(
-        self, scan: ScanFunction, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> OperationIndices:
-        no_indices, no_rows = _nothing()
-        count = host.numel()
-        pages = torch.empty(count // self._page_size, dtype=torch.int64)
-        upload = stream is not None and device.device.type == "cpu"
-        packed = torch.empty((2, count), dtype=torch.int64, pin_memory=True) if upload and count else no_rows
-        runs = scan(
-            host,
-            device if device.device.type == "cpu" else no_indices,
-            pages,
-            packed,
-            self._page_size,
-            self._host_slots,
-            self._device_slots,
-        )
-        if runs < 0:
-            return self._read_checked(host, device, stream)  # finds the fault and raises
-        host_slots, device_slots = None, device
-        contents: tuple[torch.Tensor | None, torch.Tensor | None]
-        if upload and count:
-            host_slots, device_slots = packed.to(self._device, non_blocking=True).unbind()
-            contents = packed[0], packed[1]
-        elif self._page_size == 1:
-            contents = pages, _content(device)
-        else:
-            contents = _content(host), _content(device)
-        return OperationIndices(
-            host,
-            device,
-            contents,
-            stream,
-            pages,
-            pages.numel(),
-            runs,
-            host_slots,
-            device_slots,
-        )
+    def _read(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> OperationIndices:
+        if self._scan is not None and type(host) is type(device) is torch.Tensor and not host.is_cuda:
+            page_count = host.shape[0] // self._page_size if host.dim() == 1 else 0
+            itself = self._page_size == 1 and host.dtype is torch.int64
+            pages = host if itself else torch.empty(page_count, dtype=torch.int64, device="cpu")
+            runs = self._scan(
+                host,
+                device,
+                _nothing() if itself else pages,
+                self._page_size,
+                self._host_slots,
+                self._device_slots,
+                self._device_id,
+                0 if stream is None else stream.cuda_stream,
+            )
+            if runs >= 0:
+                return OperationIndices(host, device, pages, page_count, runs, None if stream is None else self._pool)
+        return self._read_checked(host, device, stream)  # finds the fault and raises
 
     def _read_checked(
         self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None
     ) -> OperationIndices:
+        check_forms(host, device, page_size=self._page_size, device=self._device)
+        captured = stream is not None and torch.cuda.is_current_stream_capturing()
+        if captured:
+            for name, indices in (("host_indices", host), ("device_indices", device)):
+                if indices.device.type == "cpu":
+                    raise ValueError(f"{name} is on the CPU; under graph capture it must be on {self._device}")
         checked = check_indices(
             host,
             device,
@@ -195,14 +185,53 @@ class IndexReader:
             device_slots=self._device_slots,
             device=self._device,
         )
-        return OperationIndices(
-            host,
-            device,
-            (_content(host), _content(device)),
-            stream,
-            checked.pages,
-            checked.page_count,
-            checked.runs,
-            None,
-            device if stream is None else self._uploaded(device),
-        )
+        pool = None if stream is None else self._pool
+        return OperationIndices(host, device, checked.pages, checked.page_count, checked.runs, pool, captured=captured)
+
+    # ---- where kernels read them
+
+    def device_slots(self, indices: OperationIndices, stream: torch.cuda.Stream | None) -> torch.Tensor:
+        """Device slots where kernels on ``stream`` read them; :meth:`done` follows."""
+        if indices.device_slots is None:
+            (indices.device_slots,) = self._uploaded(indices, (indices.device,), stream)
+        return indices.device_slots
+
+    def both_slots(
+        self, indices: OperationIndices, stream: torch.cuda.Stream | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Host and device slots where kernels on ``stream`` read them, of one dtype; :meth:`done` follows."""
+        host, device = indices.host_slots, indices.device_slots
+        if host is None and device is None:
+            host, device = self._uploaded(indices, (indices.host, indices.device), stream)
+        elif host is None:
+            (host,) = self._uploaded(indices, (indices.host,), stream)
+        elif device is None:
+            (device,) = self._uploaded(indices, (indices.device,), stream)
+        if device is None or host.dtype is not device.dtype:
+            host, device = host.long(), self.device_slots(indices, stream).long()
+        indices.host_slots, indices.device_slots = host, device
+        return host, device
+
+    def _uploaded(
+        self, indices: OperationIndices, lists: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
+    ) -> list[torch.Tensor]:
+        """Queue the upload of as many slots as the operation has, once or twice, widened to int64."""
+        if stream is None or self._upload is None:
+            return [slots.long().to(self._device) for slots in lists]
+        count = indices.host.numel()
+        upload = self._pool.take(count * len(lists))
+        indices.uploads.append(upload)
+        second = lists[1] if len(lists) == 2 else _nothing()
+        self._upload(lists[0], second, upload.pinned, upload.on_device, stream.cuda_stream)
+        return [upload.on_device.narrow(0, count * place, count) for place in range(len(lists))]
+
+    def done(self, indices: OperationIndices, stream: torch.cuda.Stream | None) -> None:
+        """Tell that everything which reads the indices is queued on ``stream``: their memory is kept until then."""
+        if stream is None:
+            return
+        for upload in indices.uploads:
+            upload.event.record(stream)
+        if not indices.captured:
+            for given in (indices.host, indices.device):
+                if given.device.type != "cpu":
+                    given.record_stream(stream)

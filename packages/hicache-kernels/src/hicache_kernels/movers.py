@@ -38,7 +38,7 @@ LEAST_COPY_BYTES = 2 << 20
 """Average bytes of a copy from which copies without staging keep the bus busy."""
 LEAST_COPY_WIDTH = 32 << 10
 """Width of a 2-D copy from which it runs at full speed (measured on an H200)."""
-_NO_EVENTS = tvm_ffi.from_dlpack(torch.empty(0, dtype=torch.int64))
+NO_EVENTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def host_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
@@ -118,18 +118,18 @@ class DirectMover:
         first_layer
             The layers are this one and those behind it, as many as ``done`` has entries.
         done
-            int32 ``[layers]`` on the device, zeros by the time ``stream`` gets there.
+            int32 ``[layers]`` on the device, written to.
         events
             int64 ``[layers]`` on CPU: handles of events, recorded on ``side_stream`` once a layer's rows are filled.
         blocks, stream
             Shape of the grid; stream of the kernel.
         side_stream
-            A stream that has been made to wait for the zeros.
+            Another stream.
 
         Returns
         -------
         bool
-            False, with nothing queued, where it takes more than one kernel or the runtime cannot wait for one's counts.
+            False, with no row moved, where it takes more than one kernel or the runtime cannot wait for one's counts.
         """
         groups = self._groups(True, first_layer)
         queued: int = self._move_layers(
@@ -303,25 +303,25 @@ class StagedMover:
         first_layer: int,
         end_layer: int,
         layers_each: int = 1,
-        layer_events: torch.Tensor | tvm_ffi.Tensor = _NO_EVENTS,
+        copy_events: torch.Tensor = NO_EVENTS,
     ) -> int:
         """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
 
         Copies take up to ``layers_each`` layers at once, the first ones fewer: one, one, two, four, and so on, so that
-        no layer is ready later than when twice as much as it needs has crossed the bus. ``layer_events`` holds handles
-        of events, int64 on CPU, recorded on ``stream`` after each layer. Other parameters are those of
-        :meth:`write_back`.
+        no layer is ready later than when twice as much as it needs has crossed the bus. ``copy_events`` holds handles
+        of events, int64 on CPU, recorded on ``stream`` behind the rows of each of these copies, as many as
+        :func:`~hicache_kernels.planner.layer_steps` gives; or none. Other parameters are those of :meth:`write_back`.
         """
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
             if lane.stream is not None and stream is not None:
                 # Host bytes may be ready only behind work of the caller's stream.
                 lane.stream.wait_stream(stream)
-            copies = 0
+            copies = steps = 0
             for start, end, each in layer_groups(first_layer, end_layer, layers_each):
-                events = layer_events
-                if isinstance(layer_events, torch.Tensor) and layer_events.numel():
-                    events = layer_events[start - first_layer : end - first_layer]
+                events = copy_events
+                if copy_events.numel():
+                    events = copy_events[steps : (steps := steps + (end - start) // each)]
                 copies += self._load_layers(pages, slots, stream, start, end, each, events)
         return copies
 
@@ -333,7 +333,7 @@ class StagedMover:
         first_layer: int,
         end_layer: int,
         layers_each: int,
-        layer_events: torch.Tensor | tvm_ffi.Tensor,
+        copy_events: torch.Tensor,
     ) -> int:
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
@@ -352,7 +352,7 @@ class StagedMover:
                 first_layer,
                 end_layer,
                 layers_each,
-                layer_events,
+                copy_events,
                 self._blocks,
                 STAGED_THREADS,
                 0 if stream is None else stream.cuda_stream,
@@ -371,7 +371,7 @@ class StagedMover:
         *,
         first_layer: int,
         end_layer: int,
-        layer_events: torch.Tensor | tvm_ffi.Tensor = _NO_EVENTS,
+        layer_events: torch.Tensor = NO_EVENTS,
     ) -> int | None:
         """Queue 2-D copies between device rows and host pages, without staging or a kernel, where both sides are runs.
 

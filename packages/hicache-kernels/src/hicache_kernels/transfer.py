@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from . import planner, reference
 from .indices import IndexReader, OperationIndices
 from .layout import HostLayout, HostStrides
-from .movers import DirectMover, StagedMover
+from .movers import NO_EVENTS, DirectMover, StagedMover
 from .plane import Plane, check_planes
 from .probe import load_module, unavailable_reason
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
@@ -51,8 +51,16 @@ def _check_boundaries(boundaries: Sequence[int], size: int) -> None:
             raise ValueError(f"boundaries[{index}] is {offset!r}; it must be a byte offset from 0 to {size}")
 
 
-def _handles(events: Sequence[torch.cuda.Event]) -> torch.Tensor:
-    return torch.tensor([event.cuda_event for event in events], dtype=torch.int64)
+class _Events(NamedTuple):
+    """Events of one load that nobody else has seen, and their handles, int64 on CPU."""
+
+    events: tuple[torch.cuda.Event, ...] = ()
+    handles: torch.Tensor = NO_EVENTS
+
+    @classmethod
+    def make(cls, count: int, stream: torch.cuda.Stream) -> _Events:
+        events = tuple(stream.record_event() for _ in range(count))  # an event has no handle before it was recorded
+        return cls(events, torch.tensor([event.cuda_event for event in events], dtype=torch.int64, device="cpu"))
 
 
 def _host_pages(indices: OperationIndices) -> torch.Tensor:
@@ -112,7 +120,8 @@ class PlaneTransfer:
         self._ring = ring
         self._constants = constants
         self._lock = threading.Lock()
-        self._spare_events: list[torch.cuda.Event] = []
+        self._spare_events: dict[int, _Events] = {}
+        self._events_wanted = 0
         self._turns = itertools.count()
         self._plans: dict[tuple[object, ...], planner.Plan] = {}
         self._layout = _layout(first.host.strides, self.page_size)
@@ -134,6 +143,7 @@ class PlaneTransfer:
             device_slots=self.planes[0].device.slots,
             device=self.device,
             scan=None if module is None else module["scan_indices"],
+            upload=None if module is None else module["upload_indices"],
         )
 
     @functools.cached_property
@@ -306,42 +316,45 @@ class PlaneTransfer:
         hicache_kernels.planner.PathUnavailableError
             Where the policy demands a path that is missing.
         """
-        with self._on_device():
-            stream = self._current_stream()
-            indices = self._indices.read(host_indices, device_indices, stream)
-            plan = self._plan_operation(Direction.WRITE_BACK, indices, policy, block_quota, False)
-            size = indices.page_count * self.page_bytes
-            if size == 0:
-                return TransferResult(plan.path, "nothing to move", 0, 0)
-            if plan.path == planner.REFERENCE:
-                reference.write_back(self.planes, host_indices, device_indices)
-                return TransferResult(plan.path, plan.reason, size, indices.runs)
+        stream = self._current_stream()
+        if stream is not None and stream.device != self.device:
+            with torch.cuda.device(self.device):
+                return self.write_back(host_indices, device_indices, policy=policy, block_quota=block_quota)
+        indices = self._indices.read(host_indices, device_indices, stream)
+        plan = self._plan_operation(Direction.WRITE_BACK, indices, policy, block_quota, False)
+        size = indices.page_count * self.page_bytes
+        if size == 0:
+            return TransferResult(plan.path, "nothing to move", 0, 0)
+        if plan.path == planner.REFERENCE:
+            reference.write_back(self.planes, host_indices, device_indices)
+            return TransferResult(plan.path, plan.reason, size, indices.runs)
+        try:
             if plan.path == planner.DIRECT:
-                host_slots = self._indices.host_slots(indices)
-                self._move_direct(indices, host_slots, False, None, plan.block_quota, stream)
+                self._move_direct(self._indices.both_slots(indices, stream), False, None, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
                 return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
-            pages = _host_pages(indices)
-            staged = self._demand_staged()
+            copies, released, ready, reason = self._write_back_staged(indices, plan.reason, stream)
+            return TransferResult(plan.path, reason, size, indices.runs, released, ready, copies)
+        finally:
+            self._indices.done(indices, stream)
+
+    def _write_back_staged(
+        self, indices: OperationIndices, reason: str, stream: torch.cuda.Stream | None
+    ) -> tuple[int, torch.cuda.Event | None, torch.cuda.Event | None, str]:
+        """Queue a staged write-back: its copies, the events of the result, and the reason."""
+        pages = _host_pages(indices)
+        staged = self._demand_staged()
+        with self.ring.lane(Direction.WRITE_BACK).lock:
             if indices.device.device.type == "cpu":
-                with self.ring.lane(Direction.WRITE_BACK).lock:
-                    run_copies = staged.copy_runs(
-                        Direction.WRITE_BACK,
-                        pages,
-                        indices.device,
-                        stream,
-                        first_layer=0,
-                        end_layer=self.layers,
-                    )
-                    ready = None if run_copies is None else staged.copies_done(Direction.WRITE_BACK)
-                if run_copies is not None:
-                    reason = f"{plan.reason}; {BOTH_RUNS}"
-                    return TransferResult(plan.path, reason, size, indices.runs, ready, ready, run_copies)
-            with self.ring.lane(Direction.WRITE_BACK).lock:
-                copies = staged.write_back(pages, indices.device_slots, stream)
-                released = None if stream is None else stream.record_event()
-                ready = staged.copies_done(Direction.WRITE_BACK)
-            return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
+                copies = staged.copy_runs(
+                    Direction.WRITE_BACK, pages, indices.device, stream, first_layer=0, end_layer=self.layers
+                )
+                if copies is not None:
+                    ready = staged.copies_done(Direction.WRITE_BACK)
+                    return copies, ready, ready, f"{reason}; {BOTH_RUNS}"
+            copies = staged.write_back(pages, self._indices.device_slots(indices, stream), stream)
+            released = None if stream is None else stream.record_event()
+            return copies, released, staged.copies_done(Direction.WRITE_BACK), reason
 
     def load(
         self,
@@ -378,85 +391,111 @@ class PlaneTransfer:
             raise TypeError(f"layer is {layer!r}; it must be an int from 0 to {self.layers - 1}, or None for all")
         if layer is not None and not 0 <= layer < self.layers:
             raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")
-        with self._on_device():
-            stream = self._current_stream()
-            indices = self._indices.read(host_indices, device_indices, stream)
-            plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer is not None)
-            first, end = (0, self.layers) if layer is None else (layer, layer + 1)
-            size = indices.page_count * self.page_bytes // self.layers * (end - first)
-            if size == 0:
-                return TransferResult(plan.path, "nothing to move", 0, 0)
-            if plan.path == planner.REFERENCE:
-                reference.load(self.planes, host_indices, device_indices, layer)
-                return TransferResult(plan.path, plan.reason, size, indices.runs)
-            events: list[torch.cuda.Event] = []
+        stream = self._current_stream()
+        if stream is not None and stream.device != self.device:
+            with torch.cuda.device(self.device):
+                return self.load(
+                    host_indices,
+                    device_indices,
+                    layer=layer,
+                    policy=policy,
+                    block_quota=block_quota,
+                    layer_events=layer_events,
+                )
+        indices = self._indices.read(host_indices, device_indices, stream, keep=layer is not None)
+        plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer is not None)
+        layers = range(self.layers) if layer is None else range(layer, layer + 1)
+        size = indices.page_count * self.page_bytes // self.layers * len(layers)
+        if size == 0:
+            return TransferResult(plan.path, "nothing to move", 0, 0)
+        if plan.path == planner.REFERENCE:
+            reference.load(self.planes, host_indices, device_indices, layer)
+            return TransferResult(plan.path, plan.reason, size, indices.runs)
+        with_events = layer_events and stream is not None
+        try:
             if plan.path == planner.DIRECT:
-                if layer_events and stream is not None:
-                    events = self._load_layers_direct(indices, range(first, end), max(1, plan.block_quota), stream)
-                    self._make_spare_events(stream)
+                events: tuple[torch.cuda.Event, ...] = ()
+                slots = self._indices.both_slots(indices, stream)
+                if with_events and stream is not None:
+                    events = self._load_layers_direct(slots, layers, max(1, plan.block_quota), stream)
                 else:
-                    host_slots = self._indices.host_slots(indices)
-                    self._move_direct(indices, host_slots, True, layer, plan.block_quota, stream)
+                    self._move_direct(slots, True, layer, plan.block_quota, stream)
                 done = None if stream is None else stream.record_event()
-                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, tuple(events))
-            pages = _host_pages(indices)
-            staged = self._demand_staged()
-            if layer_events and stream is not None:
-                events = self._take_events(end - first, stream)
-            handles = _handles(events)
+                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, events)
+            return self._load_staged(indices, plan, layers, size, with_events, stream)
+        finally:
+            self._indices.done(indices, stream)
+            if with_events and stream is not None:
+                self._make_spare_events(stream)
+
+    def _load_staged(
+        self,
+        indices: OperationIndices,
+        plan: planner.Plan,
+        layers: range,
+        size: int,
+        with_events: bool,
+        stream: torch.cuda.Stream | None,
+    ) -> TransferResult:
+        pages = _host_pages(indices)
+        staged = self._demand_staged()
+        with self.ring.lane(Direction.LOAD).lock:
             if indices.device.device.type == "cpu":
-                with self.ring.lane(Direction.LOAD).lock:
-                    run_copies = staged.copy_runs(
-                        Direction.LOAD,
-                        pages,
-                        indices.device,
-                        stream,
-                        first_layer=first,
-                        end_layer=end,
-                        layer_events=handles,
-                    )
-                    ready = None if run_copies is None else staged.copies_done(Direction.LOAD)
-                if run_copies is not None:
+                taken = self._take_events(len(layers), stream) if with_events else _Events()
+                copies = staged.copy_runs(
+                    Direction.LOAD,
+                    pages,
+                    indices.device,
+                    stream,
+                    first_layer=layers.start,
+                    end_layer=layers.stop,
+                    layer_events=taken.handles,
+                )
+                if copies is not None:
+                    ready = staged.copies_done(Direction.LOAD)
                     if stream is not None and ready is not None:
                         stream.wait_event(ready)
                     reason = f"{plan.reason}; {BOTH_RUNS}"
-                    return TransferResult(
-                        plan.path, reason, size, indices.runs, ready, ready, run_copies, tuple(events)
-                    )
-            with self.ring.lane(Direction.LOAD).lock:
-                copies = staged.load(
-                    pages,
-                    indices.device_slots,
-                    stream,
-                    first_layer=first,
-                    end_layer=end,
-                    layers_each=plan.layers_each,
-                    layer_events=handles,
-                )
-                ready = staged.copies_done(Direction.LOAD)
-            released = None if stream is None else stream.record_event()
-            if layer_events and stream is not None:
-                self._make_spare_events(stream)
-            return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, tuple(events))
+                    return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies, taken.events)
+            steps = planner.layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
+            taken = self._take_events(len(steps), stream)
+            copies = staged.load(
+                pages,
+                self._indices.device_slots(indices, stream),
+                stream,
+                first_layer=layers.start,
+                end_layer=layers.stop,
+                layers_each=plan.layers_each,
+                copy_events=taken.handles,
+            )
+            ready = staged.copies_done(Direction.LOAD)
+        released = None if stream is None else stream.record_event()
+        # Layers that one copy brings are filled at once, and share its event.
+        events = tuple(event for event, each in zip(taken.events, steps, strict=True) for _ in range(each))
+        return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, events)
 
-    def _take_events(self, count: int, stream: torch.cuda.Stream) -> list[torch.cuda.Event]:
-        """Events with handles that nobody else has seen: spare ones first, made at the end of an earlier load."""
-        events: list[torch.cuda.Event] = []
-        while len(events) < count:
-            try:
-                events.append(self._spare_events.pop())
-            except IndexError:
-                events.append(stream.record_event())
-        return events
+    def _take_events(self, count: int, stream: torch.cuda.Stream | None) -> _Events:
+        """Spare events, made at the end of an earlier load of as many, or new ones."""
+        if stream is None or count == 0:
+            return _Events()
+        taken = self._spare_events.pop(count, None)
+        self._events_wanted = count
+        return _Events.make(count, stream) if taken is None else taken
 
     def _make_spare_events(self, stream: torch.cuda.Stream) -> None:
-        """Have the events of the next load ready, once this one is queued."""
-        if not torch.cuda.is_current_stream_capturing():
-            missing = self.layers - len(self._spare_events)
-            self._spare_events += [stream.record_event() for _ in range(missing)]
+        """Have events for one more load like the last ready, once that is queued."""
+        count = self._events_wanted
+        if count not in self._spare_events and not torch.cuda.is_current_stream_capturing():
+            self._spare_events = {count: _Events.make(count, stream)}
 
     def _demand_staged(self) -> StagedMover:
         mover, reason = self._staged
+        if mover is None:
+            raise planner.PathUnavailableError(reason)
+        return mover
+
+    def _demand_direct(self) -> DirectMover:
+        mover, reason = self._direct
         if mover is None:
             raise planner.PathUnavailableError(reason)
         return mover
@@ -475,17 +514,14 @@ class PlaneTransfer:
 
     def _move_direct(
         self,
-        indices: OperationIndices,
-        host_slots: torch.Tensor,
+        slots: tuple[torch.Tensor, torch.Tensor],
         to_device: bool,
         layer: int | None,
         blocks: int,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        mover, reason = self._direct
-        if mover is None:
-            raise planner.PathUnavailableError(reason)
-        device_slots = indices.device_slots
+        mover = self._demand_direct()
+        host_slots, device_slots = slots
         source, destination = (host_slots, device_slots) if to_device else (device_slots, host_slots)
         mover.move(
             source,
@@ -499,8 +535,8 @@ class PlaneTransfer:
             mover.tables.record_stream(stream)
 
     def _load_layers_direct(
-        self, indices: OperationIndices, layers: range, blocks: int, stream: torch.cuda.Stream
-    ) -> list[torch.cuda.Event]:
+        self, slots: tuple[torch.Tensor, torch.Tensor], layers: range, blocks: int, stream: torch.cuda.Stream
+    ) -> tuple[torch.cuda.Event, ...]:
         """Queue the layers in order, with an event behind each.
 
         One kernel takes all of them and counts its warps out of each, which a second stream waits for: so the bus is
@@ -508,41 +544,36 @@ class PlaneTransfer:
         while one starts or drains, the other keeps the bus busy; each gets half the CTAs, so that both together hold no
         more than the quota.
         """
-        mover, reason = self._direct
-        if mover is None:
-            raise planner.PathUnavailableError(reason)
-        host_slots = self._indices.host_slots(indices)
-        events = self._take_events(len(layers), stream)
+        mover = self._demand_direct()
+        taken = self._take_events(len(layers), stream)
         if not torch.cuda.is_current_stream_capturing():
-            done = torch.zeros(len(layers), dtype=torch.int32, device=self.device)
+            done = torch.empty(len(layers), dtype=torch.int32, device=self.device)
             # Loads of other streams may be under way: the next one's events should not come behind theirs.
             side = self._direct_lanes[next(self._turns) % len(self._direct_lanes)]
-            side.wait_event(stream.record_event())
             if mover.load_layers(
-                host_slots,
-                indices.device_slots,
+                *slots,
                 first_layer=layers.start,
                 done=done,
-                events=_handles(events),
+                events=taken.handles,
                 blocks=blocks,
                 stream=stream.cuda_stream,
                 side_stream=side.cuda_stream,
             ):
                 done.record_stream(side)
                 mover.tables.record_stream(stream)
-                return events
+                return taken.events
         fork = stream.record_event()
         lanes = self._direct_lanes[: min(2, blocks)]
         for lane in lanes:
             lane.wait_event(fork)
-        for layer, event in zip(layers, events, strict=True):
+        for layer, event in zip(layers, taken.events, strict=True):
             lane = lanes[layer % len(lanes)]
-            self._move_direct(indices, host_slots, True, layer, blocks // len(lanes), lane)
+            self._move_direct(slots, True, layer, blocks // len(lanes), lane)
             event.record(lane)
         # Whatever the lanes read is reused behind this stream's later work only.
         for lane in lanes:
             stream.wait_stream(lane)
-        return events
+        return taken.events
 
     @functools.cached_property
     def _direct_lanes(self) -> tuple[torch.cuda.Stream, ...]:
@@ -550,13 +581,9 @@ class PlaneTransfer:
 
     # ---- devices and indices
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        if self.device.type == "cpu" or torch.cuda.current_device() == self.device.index:
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
-
     def _current_stream(self) -> torch.cuda.Stream | None:
-        return None if self.device.type == "cpu" else torch.cuda.current_stream(self.device)
+        """Stream of the current device, which need not be the rows'; None on CPU."""
+        return None if self.device.type == "cpu" else torch.cuda.current_stream()
 
     @functools.cached_property
     def _smallest_row(self) -> int:

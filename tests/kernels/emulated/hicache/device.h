@@ -26,9 +26,14 @@ using gpuError_t = int;
 inline gpuError_t gpuGetLastError() { return 0; }
 inline gpuError_t gpuEventRecord(gpuEvent_t, gpuStream_t) { return 0; }
 inline gpuError_t gpuStreamWaitEvent(gpuStream_t, gpuEvent_t) { return 0; }
+inline bool gpuIsCapturing(gpuStream_t) { return false; }
 inline bool gpuCanWaitForValues() { return true; }
 // Nothing arrives later: a count that is not there yet is an error.
 inline gpuError_t gpuStreamWaitValue(gpuStream_t, const uint32_t* address, uint32_t value) { return *address != value; }
+inline gpuError_t gpuMemsetAsync(void* to, int value, size_t bytes, gpuStream_t) {
+  std::memset(to, value, bytes);
+  return 0;
+}
 inline gpuError_t gpuMemcpyAsync(void* to, const void* from, size_t bytes, bool, gpuStream_t) {
   std::memcpy(to, from, bytes);
   return 0;

@@ -56,9 +56,8 @@ inline void move_rows_entry(tvm::ffi::TensorView groups, tvm::ffi::TensorView so
 
 // The move of several layers in order, one kernel for all: events tell of each layer without a launch a layer.
 // groups describe the first layer; every layer is `rows` entries further on in both tables. done: int32 [layers] on the
-// device, all 0 by the time the stream gets here. events: int64 [layers], recorded on side_stream once a layer's rows are
-// filled; side_stream has been made to wait for done's zeros. Returns 1, or 0, with nothing queued, where the move takes
-// more than one launch or this runtime cannot wait for a kernel's counts.
+// device, written to. events: int64 [layers], recorded on side_stream once a layer's rows are filled. Returns 1, or 0,
+// with no row moved, where the move takes more than one launch or this runtime cannot wait for a kernel's counts.
 inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, tvm::ffi::TensorView source_indices,
                                  tvm::ffi::TensorView destination_indices, tvm::ffi::TensorView done,
                                  tvm::ffi::TensorView events, int64_t blocks, int64_t threads,
@@ -74,7 +73,12 @@ inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, t
   if (slots.value == 0 || layers.value == 0 || !gpuCanWaitForValues()) return 0;
   uint32_t* counts = reinterpret_cast<uint32_t*>(static_cast<char*>(done.data_ptr()) + done.byte_offset());
   const Indices source(source_indices), destination(destination_indices);
-  const gpuStream_t queue = reinterpret_cast<gpuStream_t>(stream);
+  const gpuStream_t queue = reinterpret_cast<gpuStream_t>(stream), side = reinterpret_cast<gpuStream_t>(side_stream);
+  check_gpu(gpuMemsetAsync(counts, 0, static_cast<size_t>(layers.value) * sizeof(uint32_t), queue), "clearing counts");
+  // The first event is free until the first layer is there: behind it the side stream sees zeros, and nothing older.
+  const gpuEvent_t cleared = reinterpret_cast<gpuEvent_t>(int64_data(events)[0]);
+  check_gpu(gpuEventRecord(cleared, queue), "recording an event");
+  check_gpu(gpuStreamWaitEvent(side, cleared), "waiting for zeros");
   uint32_t all =
       move_in_bulk(list, slots.value, source, destination, layers.value, counts, static_cast<int>(blocks), bulk, queue);
   if (all == 0) {
@@ -82,7 +86,6 @@ inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, t
                       static_cast<int>(threads), queue);
   }
   if (all == 0) return 0;
-  const gpuStream_t side = reinterpret_cast<gpuStream_t>(side_stream);
   for (int64_t layer = 0; layer < layers.value; ++layer) {
     check_gpu(gpuStreamWaitValue(side, counts + layer, all), "waiting for a layer");
     check_gpu(gpuEventRecord(reinterpret_cast<gpuEvent_t>(int64_data(events)[layer]), side), "recording an event");
@@ -98,3 +101,4 @@ inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, t
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_rows, hicache::move_rows_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(move_layers, hicache::move_layers_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(upload_indices, hicache::upload_indices_entry);

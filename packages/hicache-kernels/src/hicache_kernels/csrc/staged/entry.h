@@ -175,15 +175,15 @@ inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVi
 }
 
 // Host pages to device rows, layers [first_layer, end_layer) in order, layers_each at a time: pieces and groups are those
-// of the first layers_each layers, and the groups' source is staging memory. layer_events: int64 [layers or 0], recorded on the caller's
-// stream after each layer. Returns the number of copies.
+// of the first layers_each layers, and the groups' source is staging memory. events: int64 [layers / layers_each or 0],
+// recorded on the caller's stream behind the rows of each layers_each layers. Returns the number of copies.
 inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
                           tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,
                           int64_t page_size, int64_t chunk_pages, int64_t cursor, int64_t first_layer, int64_t end_layer,
-                          int64_t layers_each, tvm::ffi::TensorView layer_events, int64_t blocks, int64_t threads,
+                          int64_t layers_each, tvm::ffi::TensorView events, int64_t blocks, int64_t threads,
                           int64_t stream, int64_t copy_stream) {
-  Symbol event_count{"layer events"};
-  TensorCheck(layer_events, "layer_events").on_cpu().integers({64}).shape({&event_count});
+  Symbol event_count{"events"};
+  TensorCheck(events, "events").on_cpu().integers({64}).shape({&event_count});
   if (layers_each < 1 || (end_layer - first_layer) % layers_each != 0) {
     TVM_FFI_THROW(ValueError) << "layers_each is " << layers_each << "; it must divide the " << end_layer - first_layer
                               << " layers";
@@ -212,9 +212,8 @@ inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView grou
       backend.rows_record(buffer[2]);
       total += static_cast<int64_t>(copies.size());
     }
-    for (int64_t done = layer - first_layer; done < layer - first_layer + layers_each && done < event_count.value; ++done) {
-      backend.rows_record(int64_data(layer_events)[done]);
-    }
+    const int64_t step = (layer - first_layer) / layers_each;
+    if (step < event_count.value) backend.rows_record(int64_data(events)[step]);
   }
   return total;
 }
@@ -226,3 +225,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(load, hicache::load_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_runs, hicache::copy_runs_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_copies, hicache::plan_copies_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(upload_indices, hicache::upload_indices_entry);

@@ -31,6 +31,15 @@ inline gpuError_t gpuEventRecord(gpuEvent_t event, gpuStream_t stream) { return 
 inline gpuError_t gpuStreamWaitEvent(gpuStream_t stream, gpuEvent_t event) {
   return cudaStreamWaitEvent(stream, event, 0);
 }
+inline bool gpuIsCapturing(gpuStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+  static_cast<void>(cudaGetLastError());
+  return true;  // the default stream, while another one is captured
+}
+inline gpuError_t gpuMemsetAsync(void* to, int value, size_t bytes, gpuStream_t stream) {
+  return cudaMemsetAsync(to, value, bytes, stream);
+}
 inline gpuError_t gpuMemcpyAsync(void* to, const void* from, size_t bytes, bool to_host, gpuStream_t stream) {
   return cudaMemcpyAsync(to, from, bytes, to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream);
 }
@@ -83,6 +92,15 @@ inline gpuError_t gpuGetLastError() { return hipGetLastError(); }
 inline gpuError_t gpuEventRecord(gpuEvent_t event, gpuStream_t stream) { return hipEventRecord(event, stream); }
 inline gpuError_t gpuStreamWaitEvent(gpuStream_t stream, gpuEvent_t event) {
   return hipStreamWaitEvent(stream, event, 0);
+}
+inline bool gpuIsCapturing(gpuStream_t stream) {
+  hipStreamCaptureStatus status = hipStreamCaptureStatusNone;
+  if (hipStreamIsCapturing(stream, &status) == hipSuccess) return status != hipStreamCaptureStatusNone;
+  static_cast<void>(hipGetLastError());
+  return true;  // the default stream, while another one is captured
+}
+inline gpuError_t gpuMemsetAsync(void* to, int value, size_t bytes, gpuStream_t stream) {
+  return hipMemsetAsync(to, value, bytes, stream);
 }
 inline gpuError_t gpuMemcpyAsync(void* to, const void* from, size_t bytes, bool to_host, gpuStream_t stream) {
   return hipMemcpyAsync(to, from, bytes, to_host ? hipMemcpyDeviceToHost : hipMemcpyHostToDevice, stream);

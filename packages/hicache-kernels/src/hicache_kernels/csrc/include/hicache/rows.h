@@ -46,12 +46,15 @@ struct Space {
   int64_t slot_stride;
   Divisor block;
 
-  HICACHE_BOTH uint64_t address(uint32_t row, uint32_t slot) const {
+  HICACHE_BOTH uint64_t start(uint32_t row) const {
+    return base + (bases != nullptr ? static_cast<uint64_t>(bases[row]) : 0);
+  }
+  HICACHE_BOTH uint64_t offset(uint32_t slot) const {
     const uint32_t outer = block.quotient(slot);
     const uint32_t inner = slot - outer * block.value;
-    const uint64_t start = base + (bases != nullptr ? static_cast<uint64_t>(bases[row]) : 0);
-    return start + static_cast<uint64_t>(outer * block_stride) + static_cast<uint64_t>(inner * slot_stride);
+    return static_cast<uint64_t>(outer * block_stride) + static_cast<uint64_t>(inner * slot_stride);
   }
+  HICACHE_BOTH uint64_t address(uint32_t row, uint32_t slot) const { return start(row) + offset(slot); }
 };
 
 // Rows of one size and one pair of spaces. The units are walked as (slots / inner, rows, inner slots, vectors).
