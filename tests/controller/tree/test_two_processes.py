@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from tests.controller.storage.test_mooncake import Master, binary  # noqa: F401  (a fixture)
 
 PROGRAM = Path(__file__).parent / "prefill_decode_program.py"
 
 
-def run(role: str, directory: Path, words: list[int]) -> int:
-    command = [sys.executable, str(PROGRAM), role, str(directory), *map(str, words)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout)
+@contextlib.contextmanager
+def process(role: str, storage: str, words: list[int]) -> Iterator[int]:
+    """Run a process; gives the pages it found, and ends it behind the block."""
+    command = [sys.executable, str(PROGRAM), role, storage, *map(str, words)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        try:
+            line = running.stdout.readline()
+            assert line, f"the {role} process ended without an answer"
+            yield int(line)
+            running.stdin.close()
+            assert running.wait(60) == 0
+        finally:
+            running.kill()
 
 
-def test_decode_process_loads_what_the_prefill_process_stored(tmp_path: Path) -> None:
-    words = [random.randrange(100) for _ in range(6)]
-    assert run("prefill", tmp_path, words) == 0
-    assert run("decode", tmp_path, words) == 6
+@pytest.fixture
+def words() -> list[int]:
+    return [random.randrange(100) for _ in range(6)]
+
+
+def test_decode_process_loads_what_the_prefill_process_stored(tmp_path: Path, words: list[int]) -> None:
+    with process("prefill", str(tmp_path), words) as found:
+        assert found == 0
+    with process("decode", str(tmp_path), words) as found:
+        assert found == 6
+
+
+@pytest.fixture
+def master(binary: Path) -> Iterator[Master]:  # noqa: F811  (the fixture)
+    running = Master(binary).start()
+    yield running
+    running.kill()
+
+
+def test_decode_process_loads_over_mooncake_while_the_prefill_process_lives(master: Master, words: list[int]) -> None:
+    storage = f"mooncake:{master.address}"
+    with process("prefill", storage, words) as stored, process("decode", storage, words) as found:
+        assert (stored, found) == (0, 6)
