@@ -1,11 +1,18 @@
-"""File storage against ``dd bs=1M``: pages written and read one after the other, checksums on, in the same cache state.
+"""File storage against ``dd bs=1M``: pages of 1 MB written and read one after the other, checksums on.
 
-``cached``: writes end in the page cache, reads come out of it. ``disk``: writes end with a sync of the file system
-and reads start with the files dropped from the page cache. dd moves everything through one buffer of 1 MB, which stays
-in the CPU's cache; ``own_memory`` false does the same with one page a thread, ``own_memory`` true moves every byte to
-and from memory of its own, as a cache does, and so measures memory bandwidth too.
+Both do the same in turns, in the same cache state, and change who goes first; a ratio is the median over those pairs.
+``cached``: reads come out of the page cache, writes end in it. ``disk``: reads begin with the files dropped from the
+page cache, writes end with a sync. Writes make new files, or (``replacing``) replace the bytes
+of files that are there: the storage is at its capacity, dd writes without truncating.
 
-Where other programs use the machine, wall-clock rates say little: ``cpu_us`` is the CPU time of both for a megabyte.
+dd moves everything through one buffer of 1 MB, which stays in the CPU's cache. ``own_memory`` false does the same with
+one page a thread; true moves every byte to and from memory of its own, touched before, as a cache does, and so measures
+memory bandwidth too. ``plain`` shows how fast that can be: threads that only ``preadv`` the same files into the same
+memory, and check nothing.
+
+Other programs on the machine spoil the figures: dd needs one CPU for some milliseconds, the storage all of them. A turn
+begins once the CPUs have been idle for a moment (or after ``--patience`` seconds anyway); ``quiet_pairs`` tells how
+many did, and only these count where there are enough. ``cpu_us`` is the CPU time of each for a megabyte.
 
 Run: python benchmarks/storage_file.py --directory DIR --output benchmarks/results/storage_file.json
 """
@@ -13,6 +20,8 @@ Run: python benchmarks/storage_file.py --directory DIR --output benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import platform
@@ -23,6 +32,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +42,9 @@ import torch
 from hicache_controller.storage import FileStorage, Fingerprint
 
 MB = 1 << 20
+BATCH = 64
+"""Pages a call."""
+ENOUGH_PAIRS = 9
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,29 @@ def timed(work: Callable[[], object]) -> Time:
     return Time(time.perf_counter() - start, used(resource.RUSAGE_SELF) - cpu)
 
 
+def idle_share(seconds: float) -> float:
+    """Share of all CPUs that is idle for so long."""
+
+    def ticks() -> tuple[int, int]:
+        values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        return values[3] + values[4], sum(values)
+
+    before = ticks()
+    time.sleep(seconds)
+    after = ticks()
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
+def wait_until_idle(patience: float) -> bool:
+    """Wait for the other programs to pause; tell whether they did."""
+    deadline = time.monotonic() + patience
+    while True:
+        if idle_share(0.05) >= 0.9:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+
+
 def dd(arguments: list[str]) -> Time:
     """Time as dd itself counts it, without its start; CPU time with its start, about a millisecond."""
     before = used(resource.RUSAGE_CHILDREN)
@@ -96,93 +132,196 @@ def dd(arguments: list[str]) -> Time:
     return Time(float(found[1]), used(resource.RUSAGE_CHILDREN) - before)
 
 
-def dd_run(directory: Path, count: int, state: str) -> tuple[Time, Time]:
-    path = directory / "dd"
-    sync(directory)
-    flush = ["conv=fsync"] if state == "disk" else []
-    write = dd(["if=/dev/zero", f"of={path}", f"count={count}", *flush])
-    sync(directory)
-    if state == "disk":
-        drop([path])
-    read = dd([f"if={path}", "of=/dev/null"])
-    path.unlink()
-    return write, read
+class Files:
+    """A dd file and a storage beside it, with keys of pages of 1 MB."""
 
+    def __init__(
+        self,
+        directory: Path,
+        megabytes: int,
+        own_memory: bool,
+        threads: int,
+        patience: float,
+        *,
+        full: bool = False,
+    ) -> None:
+        self.patience = patience
+        self.directory, self.megabytes, self.threads = directory, megabytes, threads
+        self.dd_path = directory / "dd"
+        fingerprint = Fingerprint("benchmark", "1")
+        capacity = megabytes * (MB + 4096) if full else None
+        self.storage = FileStorage(
+            directory / "storage", fingerprint=fingerprint, threads=threads, capacity_bytes=capacity
+        )
+        self.pool = Pool(megabytes if own_memory else threads, MB)
+        self.storage.register_mem_pool_host(self.pool)
+        self.indices = torch.arange(megabytes) % self.pool.page_num
+        self.keys: list[bytes] = []
+        self.plain_threads = ThreadPoolExecutor(threads)
+        self.dd_files = 0
 
-def storage_run(
-    directory: Path, pages: int, page_bytes: int, own_memory: bool, state: str, threads: int
-) -> tuple[Time, Time]:
-    # Nothing is removed between runs: making files where many were just removed is slow on some file systems.
-    storage = FileStorage(directory / "storage", fingerprint=Fingerprint("benchmark", "1"), threads=threads)
-    pool = Pool(pages if own_memory else threads, page_bytes)
-    storage.register_mem_pool_host(pool)
-    keys = [os.urandom(16) for _ in range(pages)]
-    batch = max(1, min(pages, 64 * MB // page_bytes, 256))
-    indices = torch.arange(pages)
-    if not own_memory:  # a batch is cut into one slice a thread
-        indices = indices % batch * threads // batch
-
-    def write() -> None:
-        for start in range(0, pages, batch):
-            part = keys[start : start + batch]
-            parents = [keys[start - 1] if start else None, *part[:-1]]
-            stored = storage.batch_set(part, indices[start : start + batch], parents=parents)
+    def write(self) -> None:
+        """Store new pages, a chain, in batches as a backup does."""
+        self.keys = [os.urandom(16) for _ in range(self.megabytes)]
+        for start in range(0, self.megabytes, BATCH):
+            keys = self.keys[start : start + BATCH]
+            parents = [self.keys[start - 1] if start else None, *keys[:-1]]
+            stored = self.storage.batch_set(keys, self.indices[start : start + BATCH], parents=parents)
             if not all(stored):
                 raise RuntimeError("a page was not stored")
-        if state == "disk":
-            sync(directory)
 
-    def read() -> None:
-        for start in range(0, pages, batch):
-            if not all(storage.batch_get(keys[start : start + batch], indices[start : start + batch])):
+    def read(self) -> None:
+        for start in range(0, self.megabytes, BATCH):
+            keys = self.keys[start : start + BATCH]
+            if not all(self.storage.batch_get(keys, self.indices[start : start + BATCH])):
                 raise RuntimeError("a page was not loaded")
 
-    sync(directory)
-    written = timed(write)
-    sync(directory)
-    if state == "disk":
-        drop([Path(storage.page_path(key)) for key in keys])
-    loaded = timed(read)
-    storage.close()
-    return written, loaded
+    def plain_read(self) -> None:
+        """Read the files into the same memory, and nothing else."""
+
+        left = iter(list(zip(self.paths, self.indices.tolist(), strict=True)))
+
+        def some(_: int) -> None:
+            for path, page in left:
+                file = os.open(path, os.O_RDONLY)
+                os.preadv(file, self.pool.page_memory(page), 0)
+                os.close(file)
+
+        list(self.plain_threads.map(some, range(self.threads)))
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.storage.page_path(key) for key in self.keys]
+
+    def new_dd_file(self) -> None:
+        self.dd_files += 1
+        self.dd_path = self.directory / f"dd{self.dd_files}"
+
+    def dd_write(self, *arguments: str) -> Time:
+        return dd(["if=/dev/zero", f"of={self.dd_path}", f"count={self.megabytes}", *arguments])
+
+    def dd_read(self) -> Time:
+        return dd([f"if={self.dd_path}", "of=/dev/null"])
+
+    def drop(self) -> None:
+        drop([self.dd_path, *map(Path, self.paths)])
+
+    def close(self) -> None:
+        self.plain_threads.shutdown()
+        self.storage.clear()
+        self.storage.close()
+        for path in self.directory.glob("dd*"):
+            path.unlink()
 
 
-def compare(
-    directory: Path, megabytes: int, own_memory: bool, state: str, threads: int, runs: int
+def compare_reads(files: Files, state: str, pairs: int) -> dict[str, object]:
+    files.write()
+    files.dd_write()
+    sync(files.directory)
+    files.read()
+    files.dd_read()
+    ways = {"dd": files.dd_read, "storage": lambda: timed(files.read), "plain": lambda: timed(files.plain_read)}
+    return in_turns(ways, files, pairs, before=files.drop if state == "disk" else lambda: None)
+
+
+def compare_writes(files: Files, state: str, pairs: int) -> dict[str, object]:
+    disk = state == "disk"
+
+    def write() -> None:
+        files.write()
+        if disk:
+            sync(files.directory)
+
+    def leave() -> None:
+        # Nothing is removed: making files where many were just removed is slow on some file systems. What was written
+        # leaves the page cache, so that both find memory that was used before.
+        sync(files.directory)
+        if files.dd_path.exists():
+            files.drop()
+        files.new_dd_file()
+
+    flush = ["conv=fsync"] if disk else []
+    ways = {"dd": lambda: files.dd_write(*flush), "storage": lambda: timed(write)}
+    return in_turns(ways, files, pairs, before=leave)
+
+
+def compare_replacing(files: Files, state: str, pairs: int) -> dict[str, object]:
+    disk = state == "disk"
+
+    def write() -> None:
+        files.write()
+        if disk:
+            sync(files.directory)
+
+    files.write()
+    files.dd_write()
+    flush = ["conv=notrunc,fsync"] if disk else ["conv=notrunc"]
+    ways = {"dd": lambda: files.dd_write(*flush), "storage": lambda: timed(write)}
+    return in_turns(ways, files, pairs, before=lambda: sync(files.directory))
+
+
+def in_turns(
+    ways: dict[str, Callable[[], Time]], files: Files, pairs: int, before: Callable[[], None]
 ) -> dict[str, object]:
-    """Run dd and storage in turn; the best rate of each (what others do to the machine only slows), and medians."""
-    rates: dict[str, list[float]] = {"dd_write": [], "dd_read": [], "storage_write": [], "storage_read": []}
-    cpu: dict[str, list[float]] = {name: [] for name in rates}
-    for _ in range(runs):
-        for name, (write, read) in (
-            ("dd", dd_run(directory, megabytes, state)),
-            ("storage", storage_run(directory, megabytes, MB, own_memory, state, threads)),
-        ):
-            for what, taken in ((f"{name}_write", write), (f"{name}_read", read)):
-                rates[what].append(megabytes * MB / taken.wall / 1e9)
-                cpu[what].append(taken.cpu / megabytes * 1e6)
-    row: dict[str, object] = {"state": state, "own_memory": own_memory, "threads": threads, "megabytes": megabytes}
-    row |= {f"{name}_gb_s_best": round(max(values), 3) for name, values in rates.items()}
-    row |= {f"{name}_gb_s_median": round(statistics.median(values), 3) for name, values in rates.items()}
-    row |= {f"{name}_cpu_us_a_mb": round(statistics.median(values)) for name, values in cpu.items()}
-    for what in ("write", "read"):
-        ours, theirs = rates[f"storage_{what}"], rates[f"dd_{what}"]
-        row[f"{what}_ratio_of_best"] = round(max(ours) / max(theirs), 3)
-        row[f"{what}_ratio_median"] = round(statistics.median(s / d for s, d in zip(ours, theirs, strict=True)), 3)
+    """Run the ways one after the other, each first in its turn; medians of their rates and of the ratios to dd."""
+    times: dict[str, list[Time]] = {name: [] for name in ways}
+    quiet: list[bool] = []
+    names = list(ways)
+    for turn in range(pairs):
+        start = turn % len(names)
+        calm = []
+        for name in names[start:] + names[:start]:
+            before()
+            calm.append(wait_until_idle(files.patience))
+            times[name].append(ways[name]())
+        quiet.append(all(calm))
+    row: dict[str, object] = {
+        "load_average": round(os.getloadavg()[0], 2),
+        "pairs": pairs,
+        "quiet_pairs": sum(quiet),
+    }
+    if sum(quiet) >= ENOUGH_PAIRS:
+        times = {name: list(itertools.compress(taken, quiet)) for name, taken in times.items()}
+    for name, taken in times.items():
+        row[f"{name}_gb_s"] = round(statistics.median(files.megabytes * MB / time.wall / 1e9 for time in taken), 3)
+        row[f"{name}_cpu_us"] = round(statistics.median(time.cpu for time in taken) / files.megabytes * 1e6, 1)
+    for name in names[1:]:
+        ratios = sorted(theirs.wall / ours.wall for ours, theirs in zip(times[name], times["dd"], strict=True))
+        row[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+        row[f"{name}_ratio_quartiles"] = [round(ratios[len(ratios) * part // 4], 3) for part in (1, 3)]
     return row
 
 
+COMPARISONS = {"read": compare_reads, "write": compare_writes, "replacing": compare_replacing}
+
+
+def compare(directory: Path, what: str, state: str, own_memory: bool, options: argparse.Namespace) -> dict[str, object]:
+    threads, megabytes = options.threads, options.megabytes
+    files = Files(directory, megabytes, own_memory, threads, options.patience, full=what == "replacing")
+    try:
+        row = {"what": what, "state": state, "own_memory": own_memory, "threads": threads, "megabytes": megabytes}
+        return row | COMPARISONS[what](files, state, options.pairs)
+    finally:
+        files.close()
+
+
 def small_pages(directory: Path, page_bytes: int, pages: int, threads: int, runs: int) -> dict[str, object]:
-    results = [storage_run(directory, pages, page_bytes, True, "cached", threads) for _ in range(runs)]
-    written, read = (statistics.median(r[i].wall for r in results) for i in range(2))
-    cpu = [statistics.median(r[i].cpu for r in results) / pages * 1e6 for i in range(2)]
+    written, read = [], []
+    for _ in range(runs):
+        storage = FileStorage(directory / "small", fingerprint=Fingerprint("benchmark", "1"), threads=threads)
+        pool, indices = Pool(pages, page_bytes), torch.arange(pages)
+        storage.register_mem_pool_host(pool)
+        keys = [os.urandom(16) for _ in range(pages)]
+        written.append(timed(functools.partial(storage.batch_set, keys, indices, parents=[None, *keys[:-1]])))
+        read.append(timed(functools.partial(storage.batch_get, keys, indices)))
+        storage.close()
     return {
         "page_bytes": page_bytes,
         "threads": threads,
-        "written_pages_s": round(pages / written),
-        "read_pages_s": round(pages / read),
-        "written_cpu_us_a_page": round(cpu[0], 1),
-        "read_cpu_us_a_page": round(cpu[1], 1),
+        "written_pages_s": round(pages / statistics.median(time.wall for time in written)),
+        "read_pages_s": round(pages / statistics.median(time.wall for time in read)),
+        "written_cpu_us_a_page": round(statistics.median(time.cpu for time in written) / pages * 1e6, 1),
+        "read_cpu_us_a_page": round(statistics.median(time.cpu for time in read) / pages * 1e6, 1),
     }
 
 
@@ -232,25 +371,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="where to write; on the medium to measure")
     parser.add_argument("--megabytes", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[8])
+    parser.add_argument("--pairs", type=int, default=41)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--patience", type=float, default=1.0)
     parser.add_argument("--states", nargs="+", default=["cached", "disk"])
+    parser.add_argument("--what", nargs="+", default=list(COMPARISONS))
     parser.add_argument("--open-pages", type=int, default=100_000)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as top:
         directory = Path(top)
         rows = []
-        for state in arguments.states:
-            for threads in arguments.threads:
+        for what in arguments.what:
+            for state in arguments.states:
                 for own_memory in (False, True):
-                    rows.append(compare(directory, arguments.megabytes, own_memory, state, threads, arguments.runs))
-                    print(json.dumps(rows[-1]))
+                    rows.append(compare(directory, what, state, own_memory, arguments))
+                    print(json.dumps(rows[-1]), flush=True)
+        if not arguments.open_pages:
+            return
         small = [small_pages(directory, size, 8192, 8, 3) for size in (4096, 65536)]
         print(json.dumps(small))
         replacing = [full(directory, 4096, 8192), full(directory, MB, 512)]
         print(json.dumps(replacing))
-        opened = opening(directory, arguments.open_pages) if arguments.open_pages else None
+        opened = opening(directory, arguments.open_pages)
         print(json.dumps(opened))
     result = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()},
