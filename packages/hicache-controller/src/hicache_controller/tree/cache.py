@@ -32,6 +32,9 @@ class UnifiedRadixCache(TreeLoads):
 
     A prefix is a hit as far as the anchor and every windowed pool can be restored from some tier at that very length.
 
+    The entries of the anchor and of windowed pools get ``host_evict_fn`` and ``device_evict_fn`` where they have none,
+    so that an allocation of the engine through their group evicts what the tree can spare.
+
     Parameters
     ----------
     controller
@@ -130,6 +133,7 @@ class UnifiedRadixCache(TreeLoads):
         else:
             blob = join_keys(keys)
         self._tick += 1
+        self._reclaim.use_on_this_thread()
         self.expire()
         node, matched = self._walk(self.root, blob, 0)
         if self.windows:

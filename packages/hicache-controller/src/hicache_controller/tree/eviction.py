@@ -12,6 +12,7 @@ import torch
 from .node import Operation, Pages, TreeNode, WindowPart
 from .policies import WritePolicy
 from .queue import EvictionQueue
+from .reclaim import Reclaim
 from .results import Match
 from .structure import TreeStructure
 
@@ -27,6 +28,18 @@ class TreeEviction(TreeStructure, ABC):
         self._writes: dict[int, Operation] = {}
         self._timed: list[tuple[float, int, Match]] = []
         self._pinned: set[Match] = set()
+        self._reclaim = Reclaim()
+        self._reclaim.serve(
+            self.controller.host_group.anchor_entry,
+            evict_host=lambda count: self.evict_host(count),
+            evict_device=lambda count: self.evict_device(count - self.device_allocator.available_pages),
+        )
+        for name, pool in self.windows.items():
+            self._reclaim.serve(
+                pool.entry,
+                evict_host=lambda count, name=name: self.evict_window_host(name, count),  # type: ignore[misc]
+                evict_device=lambda count, name=name: self.evict_window_device(name, count),  # type: ignore[misc]
+            )
 
     @abstractmethod
     def _ensure_host(self, node: TreeNode) -> bool:
@@ -266,10 +279,12 @@ class TreeEviction(TreeStructure, ABC):
         if missing > 0:
             self.evict_host(missing)
         count = min(count, pool.available_size() // self.page_size)
-        return pool.alloc(count * self.page_size) if count else None
+        with self._reclaim.held():
+            return pool.alloc(count * self.page_size) if count else None
 
     def _alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
         pool = self.windows[name]
         if count > pool.free_host_pages():
             self.evict_window_host(name, count - pool.free_host_pages())
-        return self.controller.host_group.alloc(count * pool.converter.page_size, name)
+        with self._reclaim.held():
+            return self.controller.host_group.alloc(count * pool.converter.page_size, name)

@@ -334,7 +334,8 @@ class TreeLoads(TreeTransfers):
                 )
             )
         operation = self._operation([])
-        target = self.controller.load(slots, node_id=operation.id, **further(transfers))
+        with self._reclaim.held():
+            target = self.controller.load(slots, node_id=operation.id, **further(transfers))
         if target is None:
             return False
         self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)

@@ -145,9 +145,9 @@ class Retraction:
             missing = len(mine) - cache.windows[name].free_host_pages()
             if missing > 0:
                 cache.evict_window_host(name, missing)
-        host = cache.controller.write(slots, node_id=operation.id, **further(transfers))
+        host = cache._queue_write(operation, slots, transfers)
         if host is None and cache.evict_host(len(pages)):
-            host = cache.controller.write(slots, node_id=operation.id, **further(transfers))
+            host = cache._queue_write(operation, slots, transfers)
         if host is None:
             return None
         self._finish(operation, cache._writes)
@@ -170,7 +170,8 @@ class Retraction:
             for name, slots in kept.windows.items()
         ]
         operation = cache._operation([])
-        device = cache.controller.load(kept.anchor, node_id=operation.id, **further(transfers))
+        with cache._reclaim.held():
+            device = cache.controller.load(kept.anchor, node_id=operation.id, **further(transfers))
         if device is None:
             return None
         cache.controller.start_loading()

@@ -42,9 +42,9 @@ class TreeTransfers(TreeBackups):
         parent = node.parent
         if parent is not None:
             parent.host_lock += 1
-        host = self.controller.write(slots, node_id=operation.id) if self._host_quota(node) else None
+        host = self._queue_write(operation, slots) if self._host_quota(node) else None
         if host is None and self._host_quota(node) and self.evict_host(node.pages):
-            host = self.controller.write(slots, node_id=operation.id)
+            host = self._queue_write(operation, slots)
         if parent is not None:
             self._unlock_host(parent)
         if host is None:
@@ -54,6 +54,13 @@ class TreeTransfers(TreeBackups):
         node.write = self._writes[operation.id] = operation
         self._set_host(node, self._pages(host))
         return True
+
+    def _queue_write(
+        self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()
+    ) -> torch.Tensor | None:
+        """Take host slots and queue a write; None, with nothing evicted, where there are too few."""
+        with self._reclaim.held():
+            return self.controller.write(slots, node_id=operation.id, **further(transfers))
 
     def _host_quota(self, node: TreeNode) -> bool:
         """Whether the namespace may have the node on the host too, after evicting its other leaves if need be."""
@@ -84,9 +91,9 @@ class TreeTransfers(TreeBackups):
             part.name, device_indices=pool.converter.slots(unpack(part.device)), hit_policy=PoolHitPolicy.TRAILING_PAGES
         )
         nothing = torch.empty(0, dtype=torch.int64)
-        done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
+        done = self._queue_write(operation, nothing, [transfer])
         if done is None and self.evict_window_host(part.name, part.on_device):
-            done = self.controller.write(nothing, node_id=operation.id, **further([transfer]))
+            done = self._queue_write(operation, nothing, [transfer])
         if done is None or transfer.host_indices is None:
             self._unpin(operation.device_pin, device=True)
             return False

@@ -1,0 +1,73 @@
+"""Reclaim: lets pools of a group that run short evict through the tree, which knows what can go."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hicache_pools.pool_entry import PoolEntry
+
+logger = logging.getLogger(__name__)
+
+
+class Reclaim:
+    """Callbacks of pool entries, and when they may evict.
+
+    An allocation of the engine that finds a pool short calls back, and the tree evicts. An allocation of the tree calls
+    back as well, in the midst of its own work; there the tree has made what room it can before, and nothing is evicted
+    under its hands. The same holds for a thread other than the one that uses the tree, as the tree is not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._working = 0
+
+    def use_on_this_thread(self) -> None:
+        """Note which thread uses the tree."""
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold callbacks off while the tree is at work."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
+
+    def serve(
+        self,
+        entry: PoolEntry,
+        *,
+        evict_host: Callable[[int], object],
+        evict_device: Callable[[int], object],
+    ) -> None:
+        """Set an entry's callbacks, each unless the engine has set one of its own.
+
+        Parameters
+        ----------
+        entry
+            Of the anchor or of a windowed pool.
+        evict_host, evict_device
+            ``fn(pages)``, the tree's.
+        """
+        page_size = int(entry.host_pool.page_size)
+
+        def callback(evict: Callable[[int], object]) -> Callable[[int], None]:
+            def reclaim(slots: int) -> None:
+                if self._working:
+                    return
+                if threading.get_ident() != self._thread:
+                    logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
+                    return
+                with self.held():
+                    evict(-(-slots // page_size))
+
+            return reclaim
+
+        if entry.host_evict_fn is None:
+            entry.host_evict_fn = callback(evict_host)
+        if entry.device_evict_fn is None:
+            entry.device_evict_fn = callback(evict_device)
