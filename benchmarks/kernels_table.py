@@ -34,7 +34,7 @@ def targets_table(report: Report) -> str:
 
 
 def quota_table(report: Report) -> str:
-    """Bandwidth and disturbance by CTAs, and of the staged path, which holds none of them."""
+    """Bandwidth and disturbance by CTAs, and of plain copies and the staged path, which hold none of them."""
     ways = sorted({(d.policy, d.block_quota) for d in report.disturbances}, key=lambda way: (way[0], way[1] or 0))
     shown = {(d.policy, d.block_quota, d.workload, d.direction): f"{d.slowdown:.2f}" for d in report.disturbances}
     rows = []

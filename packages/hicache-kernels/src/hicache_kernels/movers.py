@@ -20,16 +20,15 @@ DIRECT_THREADS = 1024
 DIRECT_LOAD_THREADS = 2560
 """Threads of a kernel that loads one layer, all CTAs together: at 64 bytes each, just over what the bus has under way
 in 2 us. More would only queue up, and then drain with the bus half idle at the end of the layer."""
-BULK_SHARED_BYTES = 96 << 10
-"""Shared memory of a CTA that moves rows as bulk copies (sm_90 and later)."""
-BULK_BLOCKS = 4
-"""CTAs from which bulk copies pay: with 2, one warp each cannot name rows fast enough."""
-BULK_LOAD_ROW_BYTES = 1 << 10
-"""Rows from which a direct load goes by bulk copies (one tuning run on an H200, of an earlier state of the kernels:
-0.89 to 0.91 of the bus from 1152 bytes on, where the row kernel made 0.86 to 0.89; at 576 bytes no more than that)."""
+BULK_SHARED_BYTES = 160 << 10
+"""Shared memory of a CTA that moves rows as bulk copies (sm_90 and later): two cover what the bus has under way."""
+BULK_BLOCKS = 2
+"""CTAs from which bulk copies pay."""
+BULK_LOAD_ROW_BYTES = 256
+"""Rows from which a direct load goes by bulk copies: with 2 CTAs they reach 0.92 of the bus, where the row kernel makes
+0.83 (tuning run on an H200, of 1024 bytes and more; 8 warps a CTA name rows fast enough for shorter ones)."""
 BULK_WRITE_BACK_ROW_BYTES = 1 << 30
-"""Rows from which a direct write-back goes by bulk copies: never, as with 2 CTAs the row kernel was faster in that run
-(0.93 against 0.59 to 0.88) and with 4 as fast."""
+"""Rows from which a direct write-back goes by bulk copies: never, as the row kernel is as fast with 2 CTAs (0.93)."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -314,15 +313,12 @@ class StagedMover:
         """
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
-            if lane.stream is not None and stream is not None:
-                # Host bytes may be ready only behind work of the caller's stream.
-                lane.stream.wait_stream(stream)
             copies = steps = 0
             for start, end, each in layer_groups(first_layer, end_layer, layers_each):
                 events = copy_events
                 if copy_events.numel():
                     events = copy_events[steps : (steps := steps + (end - start) // each)]
-                copies += self._load_layers(pages, slots, stream, start, end, each, events)
+                copies += self._load_layers(pages, slots, stream, start, end, each, events, fenced=start != first_layer)
         return copies
 
     def _load_layers(
@@ -334,6 +330,8 @@ class StagedMover:
         end_layer: int,
         layers_each: int,
         copy_events: torch.Tensor,
+        *,
+        fenced: bool,
     ) -> int:
         lane = self._ring.lane(Direction.LOAD)
         with lane.lock:
@@ -353,6 +351,8 @@ class StagedMover:
                 end_layer,
                 layers_each,
                 copy_events,
+                # Host bytes may be ready only behind work of the caller's stream.
+                0 if fenced else lane.fence,
                 self._blocks,
                 STAGED_THREADS,
                 0 if stream is None else stream.cuda_stream,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .layout import HostLayout
 
@@ -259,6 +260,8 @@ NEAR_BEST = 1.01
 SUBMIT_MARGIN = 4.0
 """A thread whose code is not in the caches, or that shares its core, submits so much slower than it was measured to
 (0.5 us a copy in calibration, 1.2 to 1.4 us in operations that came one at a time, on an H200)."""
+CALLER_WEIGHT = 0.1
+"""What a second of the caller's thread is worth, in seconds of a load."""
 STAGED_PREFERENCE = 0.04
 """How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
 
@@ -274,7 +277,8 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
-def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, int]]:
+@functools.lru_cache(maxsize=1024)
+def layer_groups(first: int, end: int, most: int) -> tuple[tuple[int, int, int], ...]:
     """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.
 
     At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before.
@@ -284,11 +288,13 @@ def layer_groups(first: int, end: int, most: int) -> Iterator[tuple[int, int, in
     while start < end:
         sizes.append(min(most, max(1, start - first), end - start))
         start += sizes[-1]
+    groups = []
     start = first
     for size, same in itertools.groupby(sizes):
         stretch = size * len(list(same))
-        yield start, start + stretch, size
+        groups.append((start, start + stretch, size))
         start += stretch
+    return tuple(groups)
 
 
 def layer_steps(first: int, end: int, most: int) -> list[int]:
@@ -302,7 +308,7 @@ def staged_load_seconds(
     """Model the device time of a staged load-back, which moves some layers after the others; None: as many as best."""
     most = layers_per_copy(work, constants, staging_bytes) if layers_each is None else layers_each
     copies = sum(
-        (end - start) // each * _load_step_seconds(work, constants, staging_bytes, each)
+        (end - start) // each * _load_step(work, constants, staging_bytes, each).seconds
         for start, end, each in layer_groups(0, work.layers, most)
     )
     last = most * work.bytes / work.layers / constants.relayout_bytes_per_second
@@ -310,7 +316,7 @@ def staged_load_seconds(
 
 
 def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) -> int:
-    """Fewest layers a copy of a load, a power of two, with which it takes hardly longer than with the best number."""
+    """Fewest layers a copy of a load, a power of two, with which it costs hardly more than with the best number."""
     if work.layout is HostLayout.LAYER_FIRST:
         return 1
     choices = [1]
@@ -320,37 +326,52 @@ def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) 
         and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
     ):
         choices.append(2 * choices[-1])
-    seconds = [_load_step_seconds(work, constants, staging_bytes, each) / each for each in choices]
-    return next(each for each, needed in zip(choices, seconds, strict=True) if needed <= NEAR_BEST * min(seconds))
+    steps = [_load_step(work, constants, staging_bytes, each) for each in choices]
+    costs = [(step.seconds + CALLER_WEIGHT * step.submit) / each for step, each in zip(steps, choices, strict=True)]
+    return next(each for each, cost in zip(choices, costs, strict=True) if cost <= NEAR_BEST * min(costs))
 
 
-def _load_step_seconds(work: Work, constants: DeviceConstants, staging_bytes: int, each: int) -> float:
+class _Step(NamedTuple):
+    """Copies of some layers: time on the device, and of the thread that queues them."""
+
+    seconds: float
+    submit: float
+
+
+def _load_step(work: Work, constants: DeviceConstants, staging_bytes: int, each: int) -> _Step:
     """Model the copies of ``each`` layers."""
     direction = constants.load
     size = work.bytes / work.layers * each
     chunks = math.ceil(size / max(each * work.layer_page_bytes, staging_bytes // LOAD_BUFFERS))
     runs = work.runs + chunks - 1
     width = work.layer_width * each
+    copies, batched = runs, constants.batched and runs > 1
     if work.layout is HostLayout.LAYER_FIRST:
-        seconds = _copies_seconds(size, runs * work.planes, direction, batched=constants.batched and runs > 1)
-    elif work.layout is HostLayout.PAGE_FIRST_DIRECT and work.runs == work.pages:
-        seconds = _copies_seconds(size, runs, direction, batched=constants.batched and runs > 1)
-    else:
+        copies *= work.planes
+    elif work.layout is not HostLayout.PAGE_FIRST_DIRECT or work.runs != work.pages:
         rows = 1 if work.layout is HostLayout.PAGE_FIRST_DIRECT else work.page_size
         rows_of_a_run = rows * work.pages / max(1, runs)
-        moved = size / direction.efficiency(width)
-        if constants.batched and rows_of_a_run * width < PITCHED_BYTES and width >= FLAT_WIDTH_BYTES:
-            seconds = _copies_seconds(moved, rows * work.pages + chunks - 1, direction, batched=True)
+        size /= direction.efficiency(width)
+        batched = constants.batched and rows_of_a_run * width < PITCHED_BYTES and width >= FLAT_WIDTH_BYTES
+        if batched:
+            copies = rows * work.pages + chunks - 1
         else:
-            seconds = moved / direction.copy_bytes_per_second + runs * direction.copy_2d_seconds
-    return max(seconds, constants.launch_seconds)
+            seconds = size / direction.copy_bytes_per_second + runs * direction.copy_2d_seconds
+            return _Step(max(seconds, constants.launch_seconds), _submit_seconds(copies, direction))
+    seconds = _copies_seconds(size, copies, direction, batched=batched)
+    return _Step(max(seconds, constants.launch_seconds), _submit_seconds(copies, direction))
 
 
 def _copies_seconds(size: float, copies: int, direction: DirectionConstants, *, batched: bool) -> float:
     if not batched:
         return size / direction.copy_bytes_per_second + copies * direction.copy_seconds
     engine = size / direction.copy_bytes_per_second + copies * direction.batch_copy_seconds
-    return max(engine, SUBMIT_MARGIN * copies * direction.batch_submit_seconds)
+    return max(engine, _submit_seconds(copies, direction))
+
+
+def _submit_seconds(copies: int, direction: DirectionConstants) -> float:
+    """Time of the thread that queues so many copies."""
+    return SUBMIT_MARGIN * copies * direction.batch_submit_seconds
 
 
 def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:

@@ -16,7 +16,9 @@ from .cases import QUOTAS, SHAPES, Case, Pattern
 from .measure import submit, timing_event
 from .pool import BenchPool, Buffers
 
+PLAIN = "plain copy"
 REPLAYS = 4
+DISTURBING = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
 LEAD_SECONDS = 0.001
 """Head start of the transfers, so that the graph never runs beside nothing."""
 
@@ -30,7 +32,7 @@ class Disturbance:
     workload
         ``"prefill"`` or ``"decode"``.
     direction, policy, block_quota
-        The transfer.
+        The transfer; policy ``"plain copy"`` is one copy of the whole buffer, which no transfer can disturb less than.
     slowdown
         Time of the graph beside the transfer over its time alone; median over alternating measurements.
     ratio
@@ -107,20 +109,19 @@ def disturbances(
     device = buffers.device
     if device.type == "cpu":
         return
-    base = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
-    pool = BenchPool.build(base, buffers)
-    movers = [("staged", None), *(("direct", quota) for quota in quotas)]
+    pool = BenchPool.build(DISTURBING, buffers)
+    movers = [(PLAIN, None), ("staged", None), *(("direct", quota) for quota in quotas)]
     for workload in workloads(device):
         for _ in range(REPLAYS):
             workload.graph.replay()
         for direction in Direction:
             for policy, quota in movers:
-                case = replace(base, direction=direction, policy=policy, block_quota=quota)
+                operation = _operation(pool, buffers, direction, policy, quota)
                 try:
-                    submit(pool, case)
+                    operation()
                 except PathUnavailableError:
                     continue
-                samples = [_beside(workload.graph, pool, case, operations) for _ in range(repeats)]
+                samples = [_beside(workload.graph, device, operation, operations) for _ in range(repeats)]
                 yield Disturbance(
                     workload.name,
                     direction,
@@ -131,9 +132,28 @@ def disturbances(
                 )
 
 
-def _beside(graph: torch.cuda.CUDAGraph, pool: BenchPool, case: Case, operations: int) -> tuple[float, float, float]:
+def _operation(
+    pool: BenchPool, buffers: Buffers, direction: Direction, policy: str, quota: int | None
+) -> Callable[[], torch.cuda.Event | None]:
+    """Make a call that queues one transfer and gives the event of its end, if that is not the current stream's."""
+    if policy == PLAIN:
+        to, of = (buffers.host, buffers.rows) if direction is Direction.WRITE_BACK else (buffers.rows, buffers.host)
+
+        def copy() -> None:
+            to[: pool.bytes].copy_(of[: pool.bytes], non_blocking=True)
+
+        return copy
+    case = replace(DISTURBING, direction=direction, policy=policy, block_quota=quota)
+    return lambda: submit(pool, case).host_ready
+
+
+def _beside(
+    graph: torch.cuda.CUDAGraph,
+    device: torch.device,
+    operation: Callable[[], torch.cuda.Event | None],
+    operations: int,
+) -> tuple[float, float, float]:
     """Seconds of a replay alone, beside transfers, and of one of these transfers."""
-    device = pool.device_indices.device
     compute, mover = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def replay(before: Callable[[], None] | None) -> float:
@@ -156,9 +176,9 @@ def _beside(graph: torch.cuda.CUDAGraph, pool: BenchPool, case: Case, operations
         with torch.cuda.stream(mover):
             begin.record()
             for _ in range(operations):
-                result = submit(pool, case)
-            if result.host_ready is not None:
-                mover.wait_event(result.host_ready)
+                ready = operation()
+            if ready is not None:
+                mover.wait_event(ready)
             done.record()
 
     alone = replay(None)
@@ -172,8 +192,7 @@ def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -
     if device.type == "cpu":
         return None
     halves = buffers.halves()
-    case = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
-    pools = [BenchPool.build(case, half) for half in halves]
+    pools = [BenchPool.build(DISTURBING, half) for half in halves]
     streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def plain() -> None:
@@ -185,7 +204,7 @@ def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -
     def staged() -> None:
         for direction, pool, stream in zip(Direction, pools, streams, strict=True):
             with torch.cuda.stream(stream):
-                result = submit(pool, replace(case, direction=direction))
+                result = submit(pool, replace(DISTURBING, direction=direction))
                 if result.host_ready is not None:
                     stream.wait_event(result.host_ready)
 
@@ -206,8 +225,8 @@ def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -
             found.append(start.elapsed_time(end) / 1e3 / operations)
         return float(median(found[1:]))
 
-    submit(pools[0], case)
-    submit(pools[1], replace(case, direction=Direction.LOAD))
+    submit(pools[0], DISTURBING)
+    submit(pools[1], replace(DISTURBING, direction=Direction.LOAD))
     plain_rate = sum(half.size for half in halves) / seconds(plain)
     staged_rate = sum(pool.bytes for pool in pools) / seconds(staged)
     return Duplex(plain_rate, staged_rate, staged_rate / plain_rate)

@@ -176,12 +176,13 @@ inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVi
 
 // Host pages to device rows, layers [first_layer, end_layer) in order, layers_each at a time: pieces and groups are those
 // of the first layers_each layers, and the groups' source is staging memory. events: int64 [layers / layers_each or 0],
-// recorded on the caller's stream behind the rows of each layers_each layers. Returns the number of copies.
+// recorded on the caller's stream behind the rows of each layers_each layers. fence: an event that holds the copies behind
+// the caller's stream; 0 where they need not wait. Returns the number of copies.
 inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
                           tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,
                           int64_t page_size, int64_t chunk_pages, int64_t cursor, int64_t first_layer, int64_t end_layer,
-                          int64_t layers_each, tvm::ffi::TensorView events, int64_t blocks, int64_t threads,
-                          int64_t stream, int64_t copy_stream) {
+                          int64_t layers_each, tvm::ffi::TensorView events, int64_t fence, int64_t blocks,
+                          int64_t threads, int64_t stream, int64_t copy_stream) {
   Symbol event_count{"events"};
   TensorCheck(events, "events").on_cpu().integers({64}).shape({&event_count});
   if (layers_each < 1 || (end_layer - first_layer) % layers_each != 0) {
@@ -191,6 +192,10 @@ inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView grou
   const Operation op =
       read_operation(pieces, groups, pages, slots, buffers, boundaries, page_size, chunk_pages, cursor);
   Backend backend(blocks, threads, stream, copy_stream);
+  if (fence != 0) {
+    backend.rows_record(fence);
+    backend.copies_wait(fence);
+  }
   std::vector<Copy> copies;
   int64_t total = 0, used = op.cursor;
   std::vector<Group> moved = op.groups;
