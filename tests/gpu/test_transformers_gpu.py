@@ -1,0 +1,128 @@
+"""The prefix cache of transformers on a GPU: restored prefixes continue bit for bit, layer by layer as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hicache_controller.integrations.transformers import HiCache
+
+pytestmark = pytest.mark.gpu
+
+
+def _families() -> ModuleType:
+    path = Path(__file__).parents[1] / "together" / "transformers_families.py"
+    spec = importlib.util.spec_from_file_location("transformers_families", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+fam = _families()
+PREFIX = 8 * fam.PAGE
+
+
+class LeftError(Exception):
+    """Leaves a session without keeping anything."""
+
+
+def open_cache(model: Any, **options: Any) -> HiCache:
+    return HiCache.for_model(model, model_id="tiny", l1_gb=0.02, l2_gb=0.04, page_size=fam.PAGE, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", fam.FAMILIES)
+def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(
+    gpu: torch.device, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = fam.make_model(family, seed=1, device=gpu, dtype=dtype)
+    shared = fam.random_tokens(PREFIX + 3, device=gpu)
+    first = torch.cat([shared, torch.full((1, 9), 1, device=gpu)], 1)
+    second = torch.cat([shared, torch.full((1, 10), 2, device=gpu)], 1)
+    prefix = fam.compute_prefix(model, first[:, :PREFIX])
+    tokens, logits = fam.continuation(model, second[:, PREFIX:], prefix.cache())
+
+    def check_continuation(cache: HiCache, tier: str) -> None:
+        # What is left with an error keeps nothing, so the next tier's hit is the same.
+        with contextlib.suppress(LeftError), cache.session(second, checkpoints=()) as past:
+            assert past.hits[0].tokens == getattr(past.hits[0], tier) == PREFIX
+            chosen, seen = fam.continuation(model, second[:, PREFIX:], past)
+            assert all(torch.equal(a, b) for a, b in zip(seen, logits, strict=True))
+            assert chosen == tokens
+            raise LeftError
+        fam.check(cache)
+
+    with open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, first, PREFIX)
+        check_continuation(cache, "device")
+        cache.drop_device()
+        check_continuation(cache, "host")
+    with open_cache(model, storage=tmp_path) as cache:
+        check_continuation(cache, "storage")
+
+
+def test_a_long_prefix_is_loaded_while_the_forward_pass_runs_and_stays_exact(gpu: torch.device) -> None:
+    module, configuration, kind, _ = fam.FAMILIES["llama"]
+    home = importlib.import_module(f"transformers.models.{module}")
+    torch.manual_seed(2)
+    config = getattr(home, configuration)(
+        **fam.COMMON | {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+    )
+    model = getattr(home, kind)(config).eval().to(device=gpu, dtype=torch.bfloat16)
+    tokens = fam.random_tokens(8192 + 40, device=gpu)
+    prefix = fam.compute_prefix(model, tokens[:, :8192])
+    expected = fam.continuation(model, tokens[:, 8192:], prefix.cache())
+    with HiCache.for_model(model, model_id="long", l1_gb=0.2, l2_gb=0.4, page_size=64) as cache:
+        fam.keep(cache, tokens, 8192)
+        for _ in range(5):
+            cache.drop_device()
+            with contextlib.suppress(LeftError), cache.session(tokens) as past:
+                assert past.hits[0].host == past.cached_tokens == 8192
+                chosen, seen = fam.continuation(model, tokens[:, 8192:], past)
+                assert all(torch.equal(a, b) for a, b in zip(seen, expected[1], strict=True))
+                assert chosen == expected[0]
+                raise LeftError
+
+
+def test_a_batch_with_different_prefixes_continues_from_the_column_all_reach(gpu: torch.device) -> None:
+    model = fam.make_model("llama", seed=3, device=gpu)
+    short, long = fam.random_tokens(45, device=gpu), fam.random_tokens(61, device=gpu)
+    ids = torch.cat([torch.nn.functional.pad(short, (16, 0)), long])
+    mask = torch.ones_like(ids)
+    mask[0, :16] = 0
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    with open_cache(model) as cache:
+        for prompt in (short, long):
+            with cache.session(prompt) as past:
+                model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False)
+        cache.drop_device()
+        with cache.session(ids, attention_mask=mask) as past:
+            assert past.cached_tokens == min(16 + 40, 56)
+            output = model.generate(ids, attention_mask=mask, past_key_values=past, max_new_tokens=8, do_sample=False)
+    assert torch.equal(output, expected)
+
+
+def test_a_compiled_static_cache_gives_the_tokens_of_an_uncached_run(gpu: torch.device) -> None:
+    model = fam.make_model("llama", seed=4, device=gpu)
+    tokens = fam.random_tokens(77, device=gpu)
+    expected = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    with open_cache(model) as cache:
+        for tier in ("none", "device", "host"):
+            if tier == "host":
+                cache.drop_device()
+            with cache.session(tokens, max_cache_len=128) as past:
+                assert past.cached_tokens == (0 if tier == "none" else 72)
+                output = model.generate(tokens, past_key_values=past, max_new_tokens=8, do_sample=False)
+            assert torch.equal(output, expected)
