@@ -43,5 +43,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point pictures of the benchmarks at their copies, and fill in the tables of measured figures."""
     markdown = markdown.replace("../benchmarks/results/", "results/")
     if "<!-- table: " in markdown:
-        return str(_tables().fill_tables(markdown, RESULTS))
+        tables = _tables()
+        return str(tables.place_pictures(tables.fill_tables(markdown, RESULTS), RESULTS))
     return re.sub(r"<!-- (?:end of )?(?:quota|targets)\b[^>]*-->\n?", "", markdown)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 PLACE = re.compile(r"<!-- table: ([a-z_0-9]+) ([\w.-]+\.json) -->")
+PICTURE = re.compile(r"<!-- picture: ([\w.-]+\.png) ([^>]+) -->")
 KERNELS_TABLE = Path(__file__).parents[2] / "benchmarks" / "kernels_table.py"
 
 Figures = Mapping[str, Any]
@@ -33,6 +34,15 @@ def fill_tables(markdown: str, results: Path) -> str:
         return make(file)
 
     return PLACE.sub(table, markdown)
+
+
+def place_pictures(markdown: str, results: Path) -> str:
+    """Replace each ``<!-- picture: FILE.png WHAT IT SHOWS -->`` by that picture of ``results``, if it is there."""
+
+    def picture(found: re.Match[str]) -> str:
+        return f"![{found[2]}](results/{found[1]})" if (results / found[1]).exists() else ""
+
+    return PICTURE.sub(picture, markdown)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -161,6 +171,59 @@ def storage(file: Path) -> str:
     )
 
 
+def engine(file: Path) -> str:
+    """Show the time to first token over the prompt length, and its ratios."""
+    found: Figures = _read(file)
+    options, times = found["options"], found["times"]
+    shown = {
+        "prefill": "computed anew",
+        "offloaded": "offloaded cache",
+        "l3": "L3",
+        "l2": "L2",
+        "l1": "L1",
+        "copy": "plain copy",
+    }
+    ratios = {"prefill_over_l2": "anew / L2", "l2_over_bound": "L2 / larger of copy and L1", "l3_over_l2": "L3 / L2"}
+    rows = [
+        (
+            f"{each['prompt']:,}",
+            *(_figure(each[name], 1e3) for name in shown),
+            *(_figure(each[name], 1) for name in ratios),
+        )
+        for each in times
+    ]
+    what = (
+        f"A random-weight model of {options['parameters'] / 1e9:.2f} billion parameters in {options['dtype']}, "
+        f"{options['token_bytes']:,} bytes a token, pages of {options['page_size']} tokens; milliseconds, medians; "
+        f"loads: {found['load_path']}."
+    )
+    head = ("prompt", *shown.values(), *ratios.values())
+    return f"{_environment(found['environment'])} {what}\n\n{table(head, rows)}"
+
+
+def _figure(value: float | None, scale: float) -> str:
+    return "" if value is None else f"{scale * value:.2f}"
+
+
+def submission(file: Path) -> str:
+    """Show the time the caller's thread spends on a submission."""
+    found: Figures = _read(file)
+    rows = [
+        (
+            f"{each['pool']}, rows of {each['row_bytes']}, {each['layers']} layers",
+            each["page_size"],
+            each["layout"],
+            each["device_indices"],
+            each["write_back_submission_ms_median"],
+            each["load_back_submission_ms_median"],
+        )
+        for each in found["rows"]
+    ]
+    head = ("pool", "page size", "layout", "device indices on", "write-back, ms", "load-back, ms")
+    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    return f"Measured on: {machine}. Medians of {found['rounds']}:\n\n{table(head, rows)}"
+
+
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "kernels_targets": kernels_targets,
     "kernels_quota": kernels_quota,
@@ -170,5 +233,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "tree": tree,
     "replay": replay,
     "storage": storage,
+    "engine": engine,
+    "submission": submission,
 }
 """Tables by name."""

@@ -132,6 +132,26 @@ def test_kernel_tables_come_from_a_report_of_the_benchmark(tmp_path: Path) -> No
     assert "Not measured yet" not in made
 
 
+def test_pictures_that_are_not_there_leave_no_trace(tmp_path: Path) -> None:
+    tables = load(DOCS / "hooks" / "tables.py")
+    (tmp_path / "one.png").touch()
+    text = "<!-- picture: one.png What it shows --><!-- picture: two.png Nothing -->"
+    assert tables.place_pictures(text, tmp_path) == "![What it shows](results/one.png)"
+
+
+def test_engine_table_comes_from_a_report_of_its_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    bench = importlib.import_module("hicache_controller.bench.report")
+    engine = importlib.import_module("hicache_controller.bench.engine")
+    times = engine.PromptTimes(4096, 64, 1.25, 0.05, 0.0625, None, None, 1 << 20, 0.025)
+    options = {"parameters": 1_500_000_000, "dtype": "bfloat16", "token_bytes": 65536, "page_size": 64}
+    report = bench.EngineReport({"device": "a GPU"}, options, "staged", (times,))
+    (tmp_path / "bench_engine.json").write_text(json.dumps(report.as_json()))
+    made = load(DOCS / "hooks" / "tables.py").fill_tables("<!-- table: engine bench_engine.json -->", tmp_path)
+    assert "| 4,096 | 1250.00 |  |  | 62.50 | 50.00 | 25.00 | 20.00 | 1.25 |  |" in made
+    assert "1.50 billion parameters in bfloat16" in made
+
+
 def test_markup_of_docstrings_becomes_markdown() -> None:
     pytest.importorskip("griffe")
     convert = load(DOCS / "hooks" / "docstrings.py").markdown
