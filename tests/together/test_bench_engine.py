@@ -60,6 +60,8 @@ def test_report_holds_exact_bytes_and_the_ratios_of_its_times(tmp_path: Path) ->
         prefix = (row["prompt"] - TAIL) // PAGE * PAGE
         assert row["computed"] == row["prompt"] - prefix
         assert row["load_bytes"] == prefix * token_bytes
+        assert row["load_path"] in ("direct", "staged", "reference")
+        assert row["load_seconds"] > 0
         assert all(row[name] > 0 for name in ("prefill", "l1", "l2", "l3", "copy"))
         assert row["l2_over_bound"] == pytest.approx(row["l2"] / max(row["copy"], row["l1"]))
         assert row["prefill_over_l2"] == pytest.approx(row["prefill"] / row["l2"])

@@ -96,7 +96,7 @@ def engine(
         )
         update: Callable[[str], None] = status.update
         with EngineBench(options) as bench:
-            report = make_report(options, bench.cache.page_size, bench.load_path, bench.run(update))
+            report = make_report(options, bench.cache.page_size, bench.run(update))
     show(report, _output)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

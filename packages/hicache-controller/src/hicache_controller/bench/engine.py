@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -96,8 +97,9 @@ class PromptTimes:
         memory, as they were written just before).
     offloaded
         The same from transformers' own offloaded cache, which keeps the keys and values of one sequence on the host.
-    load_bytes
-        Bytes that one load moves from the host to the device.
+    load_bytes, load_seconds, load_path
+        Bytes that one load moves from the host to the device, the mean time that takes it on the device's clock, and
+        the way it goes.
     copy
         A plain copy of as many bytes from one block of pinned memory (CPU: of plain memory).
     """
@@ -110,6 +112,8 @@ class PromptTimes:
     l3: float | None = None
     offloaded: float | None = None
     load_bytes: int = 0
+    load_seconds: float | None = None
+    load_path: str = ""
     copy: float | None = None
 
     @property
@@ -126,6 +130,25 @@ class PromptTimes:
     def l3_over_l2(self) -> float | None:
         """How many times longer files take than the host."""
         return None if self.l2 is None or self.l3 is None else self.l3 / self.l2
+
+
+@dataclass
+class _Loads:
+    """Bytes by path, and seconds, of loads."""
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.bytes.total()
+
+    def since(self, before: _Loads, runs: int) -> _Loads:
+        """Mean of what came since, over so many loads."""
+        moved = self.bytes - before.bytes
+        return _Loads(
+            Counter({path: size // runs for path, size in moved.items()}), (self.seconds - before.seconds) / runs
+        )
 
 
 class EngineBench:
@@ -199,12 +222,6 @@ class EngineBench:
             self.storage.clear()
         self._exit.close()
 
-    @property
-    def load_path(self) -> str:
-        """Which way loads go, and why, in the words of the host pool."""
-        abilities = self.cache.tiers.controller.storage_host_pool.capabilities()
-        return f"{abilities.path_load} ({abilities.reason})"
-
     def run(self, progress: Callable[[str], None] = lambda _: None) -> list[PromptTimes]:
         """Measure every prompt length.
 
@@ -236,24 +253,34 @@ class EngineBench:
 
         times: dict[str, float] = {}
         logits: dict[str, torch.Tensor] = {}
-        load_bytes = 0
+        load = _Loads()
         for tier in ("l1", *(tier for tier in options.tiers if tier != "l1")):
             progress(f"{length} tokens: from {tier.upper()}")
-            before = self._loaded_bytes()
+            before = self._loaded()
             times[tier], logits[tier] = self._repeat(
                 partial(self._continue, prompt, tier, prefix), before=partial(self._leave_in, tier)
             )
             if tier == "l2":
                 self.cache.flush()
-                load_bytes = (self._loaded_bytes() - before) // self._runs
+                load = self._loaded().since(before, self._runs)
         for tier, found in logits.items():
             if not torch.equal(found, logits["l1"]):
                 raise BenchError(f"the logits from {tier} differ from those of the prefix in L1, for {length} tokens")
         progress(f"{length} tokens: the rest")
-        copy = self._plain_copy(load_bytes) if load_bytes else None
+        copy = self._plain_copy(load.total) if load.total else None
         offloaded = self._offloaded(prompt, prefix) if self.device.type == "cuda" else None
         return PromptTimes(
-            length, length - prefix, prefill, times["l1"], times.get("l2"), times.get("l3"), offloaded, load_bytes, copy
+            prompt=length,
+            computed=length - prefix,
+            prefill=prefill,
+            l1=times["l1"],
+            l2=times.get("l2"),
+            l3=times.get("l3"),
+            offloaded=offloaded,
+            load_bytes=load.total,
+            load_seconds=load.seconds or None,
+            load_path="+".join(sorted(load.bytes)),
+            copy=copy,
         )
 
     # One measurement
@@ -368,15 +395,17 @@ class EngineBench:
             samples.append(time.perf_counter() - begin)
         return median(samples[1:])
 
-    def _loaded_bytes(self) -> int:
-        return int(self.cache.tiers.controller.metrics.snapshot().total("transfer_bytes", direction="load"))
+    def _loaded(self) -> _Loads:
+        """Return what was loaded so far."""
+        loads, metrics = _Loads(), self.cache.tiers.controller.metrics.snapshot()
+        for labels, size in metrics.counters.get("transfer_bytes", {}).items():
+            if ("direction", "load") in labels:
+                loads.bytes[dict(labels)["path"]] += int(size)
+        for labels, times in metrics.histograms.get("transfer_seconds", {}).items():
+            if ("direction", "load") in labels:
+                loads.seconds += times.sum
+        return loads
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
-
-
-def measure(options: EngineOptions, progress: Callable[[str], None] = lambda _: None) -> Sequence[PromptTimes]:
-    """Build the model, measure every prompt length, and clean up; see :class:`EngineBench`."""
-    with EngineBench(options) as bench:
-        return bench.run(progress)

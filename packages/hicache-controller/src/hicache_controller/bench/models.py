@@ -57,7 +57,7 @@ PRESETS = {
     "1b": ModelShape(16, 2048, 8192, 32, 8, 64, 128_256),
     "2b": ModelShape(28, 2048, 8192, 16, 8, 128, 65_536),
 }
-"""Shapes by name: one for a CPU, and two of 1.2 and 2.0 billion parameters that keep 32 and 112 KiB a token in bf16."""
+"""Shapes by name: one for a CPU, and two of 1.2 and 1.9 billion parameters that keep 32 and 112 KiB a token in bf16."""
 
 
 def shape_of(preset: str, **changes: int | None) -> ModelShape:

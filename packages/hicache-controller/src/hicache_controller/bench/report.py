@@ -70,15 +70,12 @@ class EngineReport:
         Device, versions, time.
     options
         What was measured, as plain values.
-    load_path
-        Which way loads went, and why.
     times
         One a prompt length.
     """
 
     environment: dict[str, str]
     options: dict[str, Any]
-    load_path: str
     times: tuple[PromptTimes, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -87,13 +84,12 @@ class EngineReport:
         return {
             "environment": self.environment,
             "options": self.options,
-            "load_path": self.load_path,
             "targets": {target.name: target.limit for target in TARGETS},
             "times": rows,
         }
 
 
-def make_report(options: EngineOptions, page_size: int, load_path: str, times: Sequence[PromptTimes]) -> EngineReport:
+def make_report(options: EngineOptions, page_size: int, times: Sequence[PromptTimes]) -> EngineReport:
     """Put figures together with where and how they were measured."""
     gpu = options.device.type != "cpu"
     environment = {
@@ -111,7 +107,7 @@ def make_report(options: EngineOptions, page_size: int, load_path: str, times: S
         "parameters": options.shape.parameters,
         "token_bytes": options.shape.token_bytes(options.dtype),
     }
-    return EngineReport(environment, plain, load_path, tuple(times))
+    return EngineReport(environment, plain, tuple(times))
 
 
 def show(report: EngineReport, console: Console) -> None:
@@ -119,21 +115,21 @@ def show(report: EngineReport, console: Console) -> None:
     options = report.options
     console.print(
         f"{count(options['parameters'])} parameters in {options['dtype']} on {report.environment['device']}, "
-        f"{options['token_bytes'] / 1024:g} KiB a token in pages of {options['page_size']} tokens; "
-        f"loads: {report.load_path}",
+        f"{options['token_bytes'] / 1024:g} KiB a token in pages of {options['page_size']} tokens",
         highlight=False,
         soft_wrap=True,
     )
     names = [name for name, *_ in _SERIES if any(getattr(row, name) is not None for row in report.times)]
     heads = [name.upper() if name[0] == "l" else _HEADS.get(name, name) for name in names]
     table = Table(
-        *(Column(head, justify="right") for head in ("prompt", "left", *heads, "MB")),
+        *(Column(head, justify="right") for head in ("prompt", "left", *heads, "MB", "load itself")),
         title="time to first token in ms, medians",
     )
     for row in report.times:
         table.add_row(
             str(row.prompt), str(row.computed), *(_milliseconds(getattr(row, name)) for name in names),
             f"{row.load_bytes / 1e6:.1f}",
+            f"{row.load_path} {_milliseconds(row.load_seconds)}".strip(),
         )  # fmt: skip
     console.print(table)
     ratios = Table(
