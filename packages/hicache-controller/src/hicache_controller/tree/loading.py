@@ -112,7 +112,7 @@ class TreeLoads(TreeTransfers):
         # What comes needs a host part above it, which must stay until then.
         above = match.node
         above.host_lock += 1
-        started = self._start_prefetch_below(match, rest[:found]) if self._settled_on_host(above) else None
+        started = self._start_prefetch_below(match, rest[:found])
         if started is None:
             self._unlock_host(above)
             return nothing
@@ -140,31 +140,40 @@ class TreeLoads(TreeTransfers):
         return longer
 
     def _start_prefetch_below(self, match: Match, keys: list[bytes]) -> Prefetching | None:
-        slots = self._alloc_host(len(keys))
-        if slots is None:
-            return None
-        room = len(slots) // self.page_size
-        if room < len(keys) and self.windows:
+        slots = self._alloc_host(len(keys)) if self._settled_on_host(match.node) else None
+        own_room = 0 if slots is None else len(slots) // self.page_size
+        # Want of room on one rank is want of room on all, or some would wait for an answer that others never give.
+        room = self.controller.agreement.smallest([own_room])[0]
+        if 0 < room < len(keys) and self.windows:
             # A shorter prefix counts only where the windows of its own end are stored.
-            wanted = self._storage_exists(keys[:room])
-            if wanted < room:
-                self.controller.evict_host(slots[wanted * self.page_size :])
-            room, slots = wanted, slots[: wanted * self.page_size]
-            if not room:
-                return None
+            room = self._storage_exists(keys[:room])
+        if slots is not None and room < own_room:
+            self.controller.evict_host(slots[room * self.page_size :])
+            slots = slots[: room * self.page_size]
+        if slots is None or not room:
+            return None
         keys = keys[:room]
+        transfers = self._alloc_windows_to_fetch(keys)
+        if self.windows and not self.controller.agreement.smallest([int(transfers is not None)])[0]:
+            self._free_host(slots, transfers or [])
+            return None
+        transfers = transfers or []
+        operation = self.controller.prefetch(slots, keys, request_id=str(self._new_id()), **further(transfers))
+        return Prefetching(match, slots, transfers, operation)
+
+    def _alloc_windows_to_fetch(self, keys: list[bytes]) -> list[PoolTransfer] | None:
+        """Take host slots for the last pages of every windowed pool; None, with none taken, where one has no room."""
         transfers: list[PoolTransfer] = []
         for name, pool in self.windows.items():
-            last = keys[max(0, room - pool.window_pages) :]
+            last = keys[max(0, len(keys) - pool.window_pages) :]
             indices = self._alloc_window_host(name, len(last))
             if indices is None:
-                self._free_host(slots, transfers)
+                self._free_window_slots(transfers)
                 return None
             transfers.append(
                 PoolTransfer(name, host_indices=indices, keys=last, hit_policy=PoolHitPolicy.TRAILING_PAGES)
             )
-        operation = self.controller.prefetch(slots, keys, request_id=str(self._new_id()), **further(transfers))
-        return Prefetching(match, slots, transfers, operation)
+        return transfers
 
     def _adopt_prefetched(self, started: Prefetching, got: int) -> Match | None:
         match, end = started.match, started.match.pages + got
@@ -185,6 +194,9 @@ class TreeLoads(TreeTransfers):
 
     def _free_host(self, slots: torch.Tensor, transfers: list[PoolTransfer]) -> None:
         self.controller.evict_host(slots)
+        self._free_window_slots(transfers)
+
+    def _free_window_slots(self, transfers: list[PoolTransfer]) -> None:
         for transfer in transfers:
             if transfer.host_indices is not None:
                 self.controller.evict_host(transfer.host_indices, pool=transfer.name)
