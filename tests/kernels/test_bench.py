@@ -23,6 +23,7 @@ from hicache_kernels.bench import (
     quick_grid,
     run_benchmark,
 )
+from hicache_kernels.bench.builds import cold_build_seconds
 from hicache_kernels.bench.cases import SHAPES, Shape
 from hicache_kernels.bench.interference import Duplex
 from hicache_kernels.bench.pool import host_pages
@@ -220,3 +221,24 @@ def test_the_command_writes_json_and_a_picture_and_shows_them_again(tmp_path: Pa
     again = runner.invoke(app, ["bench", "--show", str(saved)], env={"COLUMNS": "200"})
     assert again.exit_code == 0, again.output
     assert "transfers, as shares of a plain copy" in again.output
+
+
+def test_a_cold_build_takes_time_and_leaves_the_cache_alone(compiled, monkeypatch, tmp_path):
+    compiled("main")
+    monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(tmp_path))
+    monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path / "cache"))
+    seconds = cold_build_seconds("cpu", cores=1)
+    assert seconds is not None
+    assert seconds > 0.1  # a compiler ran, and nothing came from a cache
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_build_that_cannot_be_is_not_timed():
+    assert cold_build_seconds("vulkan") is None
+
+
+def test_a_report_of_a_build_comes_back_from_json():
+    report = Report({}, {}, {}, CPU, cold_build_seconds=12.5)
+    assert Report.from_json(report.to_json()).cold_build_seconds == 12.5
+    (target,) = (t for t in evaluate_targets(report) if t.what.startswith("cold build"))
+    assert (target.worst, target.holds) == (12.5, True)

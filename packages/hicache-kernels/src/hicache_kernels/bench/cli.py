@@ -25,6 +25,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Measured repetitions of each.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of the grid.")] = False,
     interference: Annotated[bool, typer.Option(help="Measure compute beside transfers.")] = True,
+    build: Annotated[bool, typer.Option("--build", help="Time a build of both modules on two cores.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture here; needs matplotlib.")] = None,
     show: Annotated[Path | None, typer.Option(help="Measure nothing: show a report written before.")] = None,
@@ -43,6 +44,7 @@ def bench(
                 size=size,
                 repeats=repeats,
                 interference=interference,
+                build=build,
                 progress=status.update,
             )
     show_report(report, console)

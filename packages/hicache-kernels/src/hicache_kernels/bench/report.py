@@ -18,6 +18,7 @@ from ..planner import DeviceConstants
 from ..probe import load_outcome
 from ..spec import MODULE_NAMES, module_device_type
 from ..staging import Direction, StagingRing
+from .builds import cold_build_seconds
 from .cases import SHAPES, Case, Pattern, Shape
 from .interference import Disturbance, Duplex, disturbances, measure_duplex
 from .measure import Measurement, measure_case, plain_copy_seconds
@@ -48,6 +49,8 @@ class Report:
         By name: where the compiled module came from, and the seconds that took.
     constants
         What the planner went by.
+    cold_build_seconds
+        Time to build both modules on :data:`~hicache_kernels.bench.builds.BUILD_CORES` cores; None where not measured.
     cases
         The bandwidth grid.
     full_staging
@@ -60,6 +63,7 @@ class Report:
     plain_bytes_per_second: dict[str, float]
     modules: dict[str, dict[str, Any]]
     constants: DeviceConstants
+    cold_build_seconds: float | None = None
     cases: list[CaseResult] = field(default_factory=list)
     full_staging: CaseResult | None = None
     disturbances: list[Disturbance] = field(default_factory=list)
@@ -110,6 +114,7 @@ def run_benchmark(
     repeats: int = 5,
     constants: DeviceConstants | None = None,
     interference: bool = True,
+    build: bool = False,
     progress: Progress = lambda _: None,
 ) -> Report:
     """Measure cases over buffers of ``size`` bytes, then everything else where the device is a GPU.
@@ -128,12 +133,17 @@ def run_benchmark(
         What the planner goes by; calibrated where None.
     interference
         Measure graphs beside transfers too.
+    build
+        Build the modules anew too, and time it.
     progress
         Called with what is measured next.
     """
     device = torch.device(device)
     constants = calibrate.device_constants(device) if constants is None else constants
     report = Report(_environment(device), {}, _modules(device), constants)
+    if build:
+        progress("building the modules")
+        report.cold_build_seconds = cold_build_seconds(module_device_type(device))
     buffers = Buffers.allocate(size, device)
     plain = {direction: plain_copy_seconds(buffers, direction, repeats=repeats) for direction in Direction}
     report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
