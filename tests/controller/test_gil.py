@@ -1,0 +1,97 @@
+"""While bytes move, other Python threads run: copies and file I/O give the GIL up."""
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+from tests.conftest import needs
+
+from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_pools.device_pools import MHATokenToKVPool
+from hicache_pools.host_pools import MHATokenToKVPoolHost
+
+PAGES, PAGE_SIZE = 64, 16
+
+
+class Counting:
+    """A thread that counts whenever it gets the GIL, and asks for it again at once.
+
+    With a switch interval of an hour it gets the GIL only where somebody gives it up: a call that keeps it lets the
+    thread count once at most, as it begins or ends.
+    """
+
+    def __enter__(self):
+        self.count = 0
+        self.over = False
+        self.interval = sys.getswitchinterval()
+        sys.setswitchinterval(3600.0)
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.over = True
+        self.thread.join()
+        sys.setswitchinterval(self.interval)
+
+    def run(self):
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        while not self.over:
+            self.count += 1
+            os.read(nothing, 1)  # gives the GIL up for a moment
+        os.close(nothing)
+
+    def most_in_one_call(self, call, enough=100, attempts=200):
+        """The most counts during one of several calls; no more calls once there were more than enough."""
+        most = 0
+        for _ in range(attempts):
+            before = self.count
+            call()
+            most = max(most, self.count - before)
+            if most > enough:
+                break
+        return most
+
+
+@pytest.fixture
+def pool():
+    device_pool = MHATokenToKVPool(PAGES * PAGE_SIZE, PAGE_SIZE, torch.bfloat16, 8, 128, 16, "cpu")
+    host_pool = MHATokenToKVPoolHost(device_pool, 1.0, 0, PAGE_SIZE, pin_memory=False)
+    yield host_pool
+    host_pool.destroy()
+
+
+def test_counting_sees_who_keeps_the_gil():
+    """The measure itself: a sort keeps the GIL, a wait does not."""
+    numbers = list(range(200_000))
+    with Counting() as others:
+        assert others.most_in_one_call(lambda: sorted(numbers), attempts=20) <= 1
+        assert others.most_in_one_call(lambda: threading.Event().wait(0.01)) > 100
+
+
+def test_compiled_copies_run_without_the_gil(pool):
+    needs(pool.capabilities().direct, "no compiled copies here: " + pool.capabilities().reason)
+    slots = torch.arange(PAGES * PAGE_SIZE)
+    with Counting() as others:
+        assert others.most_in_one_call(lambda: pool.backup_from_device_all_layer(None, slots, slots)) > 100
+        assert others.most_in_one_call(lambda: pool.load_to_device_all_layer(None, slots, slots)) > 100
+
+
+def test_file_storage_reads_and_writes_without_the_gil(pool, tmp_path):
+    storage = FileStorage(tmp_path, fingerprint=Fingerprint("model", "1"), threads=1)
+    storage.register_mem_pool_host(pool)
+    slots = torch.arange(PAGES * PAGE_SIZE)[: 16 * PAGE_SIZE]
+    stored = []
+
+    def store():
+        stored[:] = [os.urandom(16) for _ in range(16)]
+        assert all(storage.batch_set(stored, slots))
+
+    # A page takes about ten short system calls besides those that move bytes.
+    enough = 16 * 25
+    with Counting() as others:
+        assert others.most_in_one_call(store, enough) > enough
+        assert others.most_in_one_call(lambda: storage.batch_get(stored, slots), enough) > enough
+    storage.close()
