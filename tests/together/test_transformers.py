@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
 from hicache_controller import Namespace
-from hicache_controller.integrations.transformers import HiCache, UnsupportedError
+from hicache_controller.integrations.transformers import HiCache, Hit, UnsupportedError, matching
 
 
 def _families() -> ModuleType:
@@ -279,6 +279,29 @@ def test_leaving_with_an_error_keeps_nothing_and_gives_every_page_back(model: An
         assert not model.get_decoder()._forward_pre_hooks
 
 
+def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page_bytes = 2 * 2 * 8 * 4 * 3 * fam.PAGE
+    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 3 * page_bytes)
+    model = fam.make_model("llama", seed=10)
+    prompt = fam.random_tokens(11 * fam.PAGE + 4)
+    prefix = fam.compute_prefix(model, prompt[:, : 11 * fam.PAGE])
+    expected = fam.continuation(model, prompt[:, 11 * fam.PAGE :], prefix.cache())
+    with open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, prompt[:, : 2 * fam.PAGE + 1], 2 * fam.PAGE)
+    with open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, prompt, 11 * fam.PAGE)
+    with open_cache(model, storage=tmp_path) as cache:
+        with cache.session(prompt[:, : 2 * fam.PAGE + 1]) as past:
+            fam.forward(model, prompt[:, 2 * fam.PAGE : 2 * fam.PAGE + 1], past)
+        with cache.session(prompt) as past:
+            assert past.hits[0] == Hit(11 * fam.PAGE, device=2 * fam.PAGE, storage=9 * fam.PAGE)
+            chosen, seen = fam.continuation(model, prompt[:, 11 * fam.PAGE :], past)
+        fam.check(cache)
+    assert chosen == expected[0]
+    for mine, its in zip(seen, expected[1], strict=True):
+        torch.testing.assert_close(mine, its)
+
+
 def test_namespaces_do_not_share_prefixes() -> None:
     model = fam.make_model("llama", seed=6)
     prompt = fam.random_tokens(33)
@@ -404,8 +427,8 @@ class TestWhatASessionRefuses:
                     model.lm_head.weight.add_(1)
             else:
                 model.half()
-            with pytest.raises(RuntimeError, match="weights were changed"):
-                cache.session(fam.random_tokens(20))
+            with pytest.raises(RuntimeError, match="weights were changed"), cache.session(fam.random_tokens(20)):
+                pass
 
     def test_a_static_cache_of_a_model_with_windows(self, models: dict[str, Any]) -> None:
         model = models.setdefault("mistral", fam.make_model("mistral", seed=1))

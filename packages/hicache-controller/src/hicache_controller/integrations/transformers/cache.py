@@ -251,7 +251,7 @@ class HiCache:
         Raises
         ------
         RuntimeError
-            If the cache is closed, the model is in training mode, or its weights have changed.
+            If the cache is closed, the model is in training mode, or, on entry, its weights have changed.
         UnsupportedError
             For beams, several return sequences, quantized and offloaded caches; on entry, for padding that is not on
             the left and for a static cache of a model that keeps more than full attention.
@@ -265,12 +265,15 @@ class HiCache:
             return nullcontext(None)
         if self.model.training:
             raise RuntimeError("the model is in training mode, where dropout changes what is cached; call model.eval()")
+        return Session(self, input_ids, attention_mask, checkpoints, namespace, max_cache_len)
+
+    def check_weights(self) -> None:
+        """Raise RuntimeError where the model's weights are not those it was made for."""
         if weights_mark(self.model) != self._mark:
             raise RuntimeError(
                 "the model's weights were changed or moved after HiCache.for_model, and what is cached belongs to the "
                 "old ones; close this cache and make a new one"
             )
-        return Session(self, input_ids, attention_mask, checkpoints, namespace, max_cache_len)
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise the error, or log it once where ``on_unsupported`` is ``"uncached"``."""

@@ -11,6 +11,9 @@ from .past import Hit
 from .rows import Row
 from .tiers import Tiers
 
+STORAGE_STEP_BYTES = 128 << 20
+"""What is fetched from storage at a time: the load of one such piece overlaps with fetching the next."""
+
 
 def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -> tuple[int, list[Hit]]:
     """Match and pin a prefix of every sequence, start to load it, and say how many columns of the batch it fills.
@@ -33,13 +36,7 @@ def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -
     hits: list[Hit] = []
     try:
         for row, key, limit in zip(rows, keys, usable, strict=True):
-            match = tree.match_prefix(key.hashes[:limit], namespace=namespace)
-            row.match = match
-            row.match = tree.prefetch(match)
-            device, host = match.device_pages, match.host_pages
-            stored = row.match.pages - device - host
-            size = tiers.page_size
-            hits.append(Hit(0, device * size, host * size, stored * size))
+            hits.append(_find(tiers, row, key, limit, namespace, load=len(rows) == 1))
         columns = _common_columns(tiers, rows, keys, namespace)
         for row, key in zip(rows, keys, strict=True):
             _shorten(tree, tiers, row, key, max(0, columns - row.pad), namespace)
@@ -53,6 +50,26 @@ def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -
         release_rows(tree, rows)
         raise
     return columns, [Hit(row.taken, hit.device, hit.host, hit.storage) for row, hit in zip(rows, hits, strict=True)]
+
+
+def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Namespace | None, *, load: bool) -> Hit:
+    """Match a sequence in all tiers; with ``load``, what has come from storage is loaded while more of it comes."""
+    tree, size = tiers.tree, tiers.page_size
+    row.match = match = tree.match_prefix(key.hashes[:limit], namespace=namespace)
+    device, host = match.device_pages, match.host_pages
+    if not load or tiers.windowed:
+        row.match = tree.prefetch(match)
+    elif tiers.controller.has_storage:
+        step = max(1, STORAGE_STEP_BYTES // int(tiers.controller.storage_host_pool.page_bytes))
+        end = match.pages
+        while row.match.pages == end < limit:
+            row.match = tree.load_back(row.match, wait=False)
+            end = min(end + step, limit)
+            following = tree.match_prefix(key.hashes[:end], namespace=namespace)
+            tree.release(row.match)
+            row.match = following
+            row.match = tree.prefetch(following)
+    return Hit(0, device * size, host * size, (row.match.pages - device - host) * size)
 
 
 def release_rows(tree: UnifiedRadixCache, rows: Sequence[Row]) -> None:

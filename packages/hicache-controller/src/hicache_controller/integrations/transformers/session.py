@@ -71,9 +71,12 @@ class Session:
         tiers = self._tiers
         tiers.tree.poll()
         self._rows = batch_rows(self._input_ids, self._attention_mask)
-        past = self._past = self._new_past()
+        self._check_length()
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
+            # While the first layers are on their way.
+            self._cache.check_weights()
+            past = self._past = self._new_past()
             past.cached_tokens, past.hits = columns, tuple(hits)
             self._checkpoints = Checkpoints(tiers, self._rows, past)
             self._begin_layers(past, columns)
@@ -91,15 +94,17 @@ class Session:
             raise
         return past
 
+    def _check_length(self) -> None:
+        tokens = self._input_ids.shape[1]
+        if self._max_cache_len is not None and self._max_cache_len <= tokens:
+            raise ValueError(
+                f"max_cache_len is {self._max_cache_len}; it must be more than the prompt's {tokens} tokens"
+            )
+
     def _new_past(self) -> PastCache | StaticPastCache:
         layout, config = self._tiers.layout, self._cache.model.config
         if self._max_cache_len is None:
             return PastCache(layout, config)
-        tokens = self._input_ids.shape[1]
-        if self._max_cache_len <= tokens:
-            raise ValueError(
-                f"max_cache_len is {self._max_cache_len}; it must be more than the prompt's {tokens} tokens"
-            )
         return StaticPastCache(layout, config, self._max_cache_len)
 
     def _begin_layers(self, past: PastCache | StaticPastCache, columns: int) -> None:
