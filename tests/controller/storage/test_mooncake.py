@@ -251,6 +251,17 @@ def test_pages_come_back_and_are_counted(storage, fake_pool, new_keys):
     assert not stats.backing_off
 
 
+def test_pages_that_are_asked_for_and_gone_are_told(storage, fake_pool, new_keys):
+    pool, keys, told = fake_pool(), new_keys(4), []
+    storage.register_mem_pool_host(pool)
+    storage.set_removal_listener(told.extend)
+    assert all(storage.batch_set(keys, pool.slots(range(4))))
+    storage._client.call_in_time("batch_remove", [storage.object_name(key) for key in keys[1:3]], True)
+    assert told == []
+    assert storage.batch_get(keys, pool.slots(range(4))) == [True, False, False, True]
+    assert told == keys[1:3]
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_pages_of_a_real_pool_come_back_in_every_layout(storage, new_keys, layout):
     layers = [torch.randint(0, 255, (64, 2, 8), dtype=torch.uint8) for _ in range(6)]
@@ -331,8 +342,9 @@ def of_version_0(data):
 def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again(
     storage, fake_pool, new_keys, change, counter
 ):
-    pool, keys = fake_pool(parts=2), new_keys(3)
+    pool, keys, told = fake_pool(parts=2), new_keys(3), []
     storage.register_mem_pool_host(pool)
+    storage.set_removal_listener(told.extend)
     contents = pool.fill(range(3))
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     names = [storage.object_name(key) for key in keys]
@@ -341,6 +353,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
     assert storage._client.call("remove", names[1], True) == 0
     assert storage._client.call("put", names[1], wrong) == 0
     assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True, False, True]
+    assert told == [keys[1]]
     assert [pool.read(10), pool.read(12)] == [contents[0], contents[2]]
     stats = storage.stats()
     assert (getattr(stats, counter), stats.misses, stats.read_errors) == (1, 1, 0)
