@@ -18,10 +18,11 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import GenerationConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
 from hicache_controller import Namespace
-from hicache_controller.integrations.transformers import HiCache, Hit, UnsupportedError, matching
+from hicache_controller.integrations.transformers import HiCache, Hit, UnsupportedError, _requirements, matching
+from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
 
 
 def _families() -> ModuleType:
@@ -366,6 +367,87 @@ def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
         assert cache.stats().host_tokens == 40
         with pytest.raises(ValueError, match="max_cache_len is 45"), cache.session(prompt, max_cache_len=45):
             pass
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "deepseek_v32", "falcon_h1"], indirect=True)
+def test_a_session_may_go_in_and_out_of_inference_mode(model: Any) -> None:
+    prompt = fam.random_tokens(45)
+    with open_cache(model) as cache:
+        for cached in (0, 40):
+            with torch.inference_mode(), cache.session(prompt) as past:
+                assert past.cached_tokens == cached
+                first = int(past.get_seq_length())
+                fam.forward(model, prompt[:, first:], past)
+            cache.drop_device()
+        with cache.session(prompt) as past:
+            with torch.inference_mode():
+                fam.forward(model, prompt[:, 40:44], past)
+            fam.forward(model, prompt[:, 44:], past)
+        fam.check(cache)
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"), [("5.13.2", False), ("5.14.0", True), ("5.25.0.dev0", True), ("6.0", True)]
+)
+def test_a_version_of_transformers_that_is_too_old_is_named(version: str, accepted: bool) -> None:
+    if accepted:
+        _requirements.check_version(version)
+    else:
+        with pytest.raises(ImportError, match=r"transformers is 5\.13\.2; the prefix cache needs 5\.14 or newer"):
+            _requirements.check_version(version)
+
+
+class TestLayersAgainstTransformersOwn:
+    """Random passes through a layer and through the one it stands in for give the same bits."""
+
+    def states(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 5)
+
+    @pytest.mark.parametrize("window", [2, 5, 64, 300])
+    def test_windows_of_passes_of_every_size(self, window: int) -> None:
+        mine, its = WindowLayer(sliding_window=window), DynamicSlidingWindowLayer(sliding_window=window)
+        mine.retained = window - 1 + 8
+        sizes = [1, 3, 1, 1, 40, 255, 1, 2, 300, 1, 7, 600, *[1] * 30, 250, 1]
+        for size in sizes:
+            keys, values = self.states(size)
+            assert mine.get_mask_sizes(size) == its.get_mask_sizes(size)
+            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
+                assert torch.equal(got, expected)
+            assert torch.equal(mine.keys, its.keys)
+            assert torch.equal(mine.values, its.values)
+            assert mine.get_seq_length() == its.get_seq_length()
+            held = mine.held()[0]
+            assert held.shape[2] >= min(its.get_seq_length(), window - 1 + 8)
+            assert mine.first_held == its.get_seq_length() - held.shape[2]
+
+    def test_full_attention_of_passes_and_crops_of_every_size(self) -> None:
+        mine, its = FullLayer(), DynamicLayer()
+        for size in [5, 1, 300, 1, 1, 900, 2]:
+            keys, values = self.states(size)
+            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
+                assert torch.equal(got, expected)
+            for layer in (mine, its):
+                layer.crop(-(size // 2))
+            assert torch.equal(mine.keys, its.keys)
+            assert torch.equal(mine.values, its.values)
+
+    def test_a_window_that_is_gone_cannot_be_cropped_back_to(self) -> None:
+        layer = WindowLayer(sliding_window=5)
+        layer.retained = 12
+        layer.update(*self.states(400))
+        layer.crop(-8)
+        assert layer.get_seq_length() == 392
+        with pytest.raises(RuntimeError, match="crop removes 1 tokens"):
+            layer.crop(-1)
+
+    def test_replaced_keys_are_continued_from(self) -> None:
+        layer = FullLayer()
+        layer.update(*self.states(6))
+        kept = torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 5)
+        layer.keys, layer.values = kept
+        new = self.states(2)
+        for got, before, after in zip(layer.update(*new), kept, new, strict=True):
+            assert torch.equal(got, torch.cat((before, after), -2))
 
 
 class TestWhatASessionRefuses:

@@ -5,8 +5,9 @@
 ...     output = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
 """
 
+from ._requirements import OLDEST_TRANSFORMERS
 from .cache import CacheStats, HiCache
 from .errors import UnsupportedError
 from .past import Hit, PastCache, StaticPastCache
 
-__all__ = ["CacheStats", "HiCache", "Hit", "PastCache", "StaticPastCache", "UnsupportedError"]
+__all__ = ["OLDEST_TRANSFORMERS", "CacheStats", "HiCache", "Hit", "PastCache", "StaticPastCache", "UnsupportedError"]

@@ -162,7 +162,11 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyp
         buffer = self._index_buffer
         if buffer is None or end > buffer.shape[1]:
             size = max(end, self.expected_tokens) + GROWTH_TOKENS + length // 2
-            buffer = indexer_key_states.new_empty((indexer_key_states.shape[0], size, indexer_key_states.shape[2]))
+            batch, _, dim = indexer_key_states.shape
+            with torch.inference_mode(False):
+                buffer = torch.empty(
+                    (batch, size, dim), dtype=indexer_key_states.dtype, device=indexer_key_states.device
+                )
             if self.indexer_keys is not None:
                 buffer[:, :length].copy_(self.indexer_keys)
             self._index_buffer = buffer
@@ -465,11 +469,14 @@ def refuse_beams() -> None:
 
 
 def _empty(shape: RowShape, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((batch, shape.heads, tokens, shape.dim), dtype=shape.dtype, device=device)
+    # Not an inference tensor, even in inference mode: those cannot be written to outside of it.
+    with torch.inference_mode(False):
+        return torch.empty((batch, shape.heads, tokens, shape.dim), dtype=shape.dtype, device=device)
 
 
 def _like(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    return states.new_empty((*states.shape[:2], tokens, states.shape[-1]))
+    with torch.inference_mode(False):
+        return torch.empty((*states.shape[:2], tokens, states.shape[-1]), dtype=states.dtype, device=states.device)
 
 
 def _fits(buffers: tuple[torch.Tensor, torch.Tensor], states: torch.Tensor) -> bool:
