@@ -168,6 +168,39 @@ class StorageDirectory:
         return f"{self._pages}/{number:02x}"
 
 
+def file_size(path: str) -> int | None:
+    """Return the bytes of a file, or None where there is none that can be seen."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return None
+
+
+def last_use(path: str) -> int:
+    """Return when a file was last used, in nanoseconds since the epoch; 0 where there is none."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def renew(path: str) -> None:
+    """Note that a file is used now."""
+    with contextlib.suppress(OSError):
+        os.utime(path, follow_symlinks=False)
+
+
+def remove_file(path: str) -> bool:
+    """Remove a file; return whether it is gone."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def _flock(path: str, how: int, deadline: float) -> int:
     """Open and lock a file; closing the descriptor unlocks it."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

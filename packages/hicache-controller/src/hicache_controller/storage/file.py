@@ -10,13 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
-from .directory import StorageDirectory, disk_bytes
+from .directory import StorageDirectory, disk_bytes, file_size, last_use, remove_file, renew
 from .fingerprint import Fingerprint
+from .io_threads import IoThreads
 from .page_file import FOOTER_BYTES, Outcome, read_page, write_page
 from .page_index import PageIndex
 
@@ -24,14 +24,10 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 20
 _CHUNK_PAGES = 256
-_SLICE_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _THREADS = 8  # disks want several requests at once, whatever the number of cores
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class _Job(NamedTuple):
@@ -86,7 +82,6 @@ class FileStorage(HiCacheStorage):
         self._fingerprint = fingerprint
         self._model = fingerprint.digest()[:8]
         self._capacity = capacity_bytes
-        self._threads = threads or _THREADS
         self._root = os.path.abspath(directory)
         self._owner = os.geteuid()
         self._mutex = threading.Lock()  # index, counts, and what is reserved; never held while waiting for a lock
@@ -107,7 +102,7 @@ class FileStorage(HiCacheStorage):
         except OSError as error:
             why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
             raise type(error)(error.errno, why, error.filename) from error
-        self._workers = ThreadPoolExecutor(self._threads, thread_name_prefix="hicache-file")
+        self._threads = IoThreads(threads or _THREADS)
 
     def page_path(self, key: bytes, name: str = "kv") -> str:
         """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
@@ -147,7 +142,7 @@ class FileStorage(HiCacheStorage):
         """Wait for what is running, then leave the directory. Idempotent."""
         if not self._closed:
             super().close()
-            self._workers.shutdown()
+            self._threads.shutdown()
             self._directory.close()
 
     def _pool_digest(self, pool: StoragePool) -> bytes:
@@ -168,7 +163,7 @@ class FileStorage(HiCacheStorage):
             return [False] * len(keys)
         present = []
         for key in keys:
-            present.append(_file_size(self._path(pool, key + self._model)) == pool.page_bytes + FOOTER_BYTES)
+            present.append(file_size(self._path(pool, key + self._model)) == pool.page_bytes + FOOTER_BYTES)
             if leading and not present[-1]:
                 break
         with self._mutex:
@@ -184,7 +179,7 @@ class FileStorage(HiCacheStorage):
             self._count("skipped", len(keys))
             return [False] * len(keys)
         items = list(zip(keys, pages, strict=True))
-        outcomes = self._spread(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096)
+        outcomes = self._threads.map(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096)
         with self._mutex:
             part = self._part(pool)
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
@@ -193,7 +188,7 @@ class FileStorage(HiCacheStorage):
                     self._index.touch(key + self._model, tick)
                 else:
                     self._index.remove_part(key + self._model, part)
-                    if _file_size(self._directory.page_path(key + self._model, part)) is None:
+                    if file_size(self._directory.page_path(key + self._model, part)) is None:
                         self._note_removed((key,))
             self._counts.update(outcome.value for outcome in outcomes)
             hits = outcomes.count(Outcome.HIT)
@@ -210,15 +205,15 @@ class FileStorage(HiCacheStorage):
             found = read_page(path, views, key=key, fingerprint=pool.digest, owner=self._owner)
         except OSError as error:
             self._count("read_errors")
-            if not _removed(path):
+            if not remove_file(path):
                 self._failed(self._reads, None, "read", error)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
             if time.time_ns() - found.touched > _TOUCH_NS:
-                _touch(path)
+                renew(path)
         elif found.outcome is not Outcome.MISSING:
             logger.debug("storage %s: page %s is %s and removed", self._root, path, found.outcome.value)
-            _removed(path)
+            remove_file(path)
         return found.outcome
 
     # Writing
@@ -264,14 +259,14 @@ class FileStorage(HiCacheStorage):
         try:
             with self._directory.locked(exclusive=False):
                 worth = pool.page_bytes if pool.page_bytes >= _SPREAD_WRITES else 0
-                written = self._spread(lambda job: self._write(pool, job), todo, worth)
+                written = self._threads.map(lambda job: self._write(pool, job), todo, worth)
                 failure = self._publish(pool, size, todo, written, stored)
         finally:
             with self._mutex:
                 self._reserved -= len(todo) * size
                 left, self._spares = self._spares, []
             for spare in left:
-                _removed(spare)
+                remove_file(spare)
         if failure is not None:
             raise failure
         if self._writes.succeeded():
@@ -285,7 +280,7 @@ class FileStorage(HiCacheStorage):
                 if job.parent is not None:
                     self._index.touch(job.parent, job.tick + 1)
         for job in jobs:
-            if _file_size(self._directory.page_path(job.page, part)) != pool.page_bytes + FOOTER_BYTES:
+            if file_size(self._directory.page_path(job.page, part)) != pool.page_bytes + FOOTER_BYTES:
                 todo.append(job)
                 continue
             stored[job.position] = True
@@ -331,7 +326,7 @@ class FileStorage(HiCacheStorage):
                 continue
             if job.parent is not None and job.parent not in published and not self._is_stored(job.parent):
                 self._count("orphans")
-                _removed(result)
+                remove_file(result)
                 continue
             try:
                 # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
@@ -339,7 +334,7 @@ class FileStorage(HiCacheStorage):
                 os.rename(result, self._directory.page_path(job.page, part))
             except OSError as error:
                 failure = failure or error
-                _removed(result)
+                remove_file(result)
                 continue
             published.add(job.page)
             stored[job.position] = True
@@ -356,7 +351,7 @@ class FileStorage(HiCacheStorage):
             entry = self._index.get(page)
             parts = [] if entry is None else [part for part, _ in entry.parts]
         parts += [self._part(pool) for pool in self._pools.values()]
-        return any(_file_size(self._directory.page_path(page, part)) is not None for part in parts)
+        return any(file_size(self._directory.page_path(page, part)) is not None for part in parts)
 
     # Room
 
@@ -398,7 +393,7 @@ class FileStorage(HiCacheStorage):
             entry = self._index.oldest_leaf(keep)
             if entry is None:
                 return
-            touched = max((_touched(part_path(entry.key, part)) for part, _ in entry.parts), default=0)
+            touched = max((last_use(part_path(entry.key, part)) for part, _ in entry.parts), default=0)
             if touched > entry.tick:  # another process has used it since
                 self._index.touch(entry.key, touched)
                 continue
@@ -427,7 +422,7 @@ class FileStorage(HiCacheStorage):
         entry = self._index.get(page)
         if entry is None or entry.part_bytes(part) is None:
             return
-        if _file_size(self._directory.page_path(page, part)) is None:
+        if file_size(self._directory.page_path(page, part)) is None:
             self._index.remove_part(page, part)
             self._note_pages_removed((page,))
 
@@ -493,53 +488,3 @@ class FileStorage(HiCacheStorage):
         before = self._tick
         self._tick = max(before, time.time_ns()) + count
         return range(self._tick, self._tick - count, -1)
-
-    def _spread(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
-        """Do the work of all items, in as many threads as it is worth; results in order."""
-        threads = max(1, min(self._threads, len(items), len(items) * item_bytes // _SLICE_BYTES))
-        left = iter(enumerate(items))  # shared: who is done takes the next, however the system divides its CPUs
-        results: dict[int, _Result] = {}
-
-        def some() -> None:
-            for position, item in left:
-                results[position] = work(item)
-
-        others = [self._workers.submit(some) for _ in range(threads - 1)]
-        try:
-            some()
-        finally:
-            others = [other for other in others if not other.cancel()]
-            wait(others)  # whatever happened here, nobody may touch the host pages after the call
-        for other in others:
-            other.result()
-        return [results[position] for position in range(len(items))]
-
-
-def _file_size(path: str) -> int | None:
-    try:
-        return os.stat(path, follow_symlinks=False).st_size
-    except OSError:
-        return None
-
-
-def _touched(path: str) -> int:
-    try:
-        return os.stat(path, follow_symlinks=False).st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _touch(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.utime(path, follow_symlinks=False)
-
-
-def _removed(path: str) -> bool:
-    """Remove a file; return whether it is gone."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True

@@ -1,0 +1,53 @@
+"""IoThreads: does the same work for many pages, in as many threads as that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+_LEAST_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class IoThreads:
+    """Threads beside the caller's, which takes part.
+
+    Parameters
+    ----------
+    threads
+        Most that work at once for one call, the caller's included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="hicache-file")
+
+    def map(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
+        """Do the work of all items of about so many bytes each; results in order.
+
+        Whatever happens, nothing is done any more once this returns or raises.
+        """
+        threads = max(1, min(self._threads, len(items), len(items) * item_bytes // _LEAST_BYTES))
+        left = iter(enumerate(items))  # shared: who is done takes the next, however the system divides its CPUs
+        results: dict[int, _Result] = {}
+
+        def some() -> None:
+            for position, item in left:
+                results[position] = work(item)
+
+        others = [self._workers.submit(some) for _ in range(threads - 1)]
+        try:
+            some()
+        finally:
+            others = [other for other in others if not other.cancel()]
+            wait(others)
+        for other in others:
+            other.result()
+        return [results[position] for position in range(len(items))]
+
+    def shutdown(self) -> None:
+        """Wait for what is running, and end the threads."""
+        self._workers.shutdown()
