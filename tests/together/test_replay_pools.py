@@ -19,9 +19,17 @@ from hicache_controller.trace import TraceRequest, make_trace, read_trace
 SEVERAL = ("swa", "mamba", "dsa", "deepseek_v4", "draft", "hybrid", "hybrid_dsa")
 
 
+def short_chats(count: int) -> list[TraceRequest]:
+    """Chats none of which fills a device pool that holds a quarter of the distinct blocks, so that all are evicted."""
+    while True:
+        requests = make_trace(count, seed=int.from_bytes(os.urandom(4)), turns=3)
+        if 4 * max(len(request.blocks) for request in requests) <= reuse(requests)[2]:
+            return requests
+
+
 @pytest.fixture
 def chats() -> list[TraceRequest]:
-    return make_trace(80, seed=int.from_bytes(os.urandom(4)))
+    return short_chats(80)
 
 
 def options_for(requests: list[TraceRequest], pool: str, **changes: object) -> ReplayOptions:
