@@ -208,3 +208,24 @@ def test_troubleshooting_page_has_every_log_line_and_no_other() -> None:
     known = {message for _, _, message in calls}
     for level, message in re.findall(r"^\| ([A-Z]+) \| `([^`]+)` \|(?! from `)", text, re.MULTILINE):
         assert message in known, f"nobody logs {message!r} at {level}"
+
+
+# Names
+
+FOREIGN = {"_total", "cudaMemcpyBatchAsync", "dd", "libibverbs1", "libnuma1", "librdmacm1"}
+FOREIGN |= {"MC_MS_FILTERS", "MC_TRANSFER_TIMEOUT"}
+"""Names in the documents that are not ours."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_in_code_spans_are_in_the_sources(page: Path) -> None:
+    known = {word for source in SOURCES for word in re.findall(r"\w+", source.read_text(encoding="utf-8"))}
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    if page.name == "migrating.md":  # the first column has the names of others
+        text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
+    for span in re.findall(r"`([^`\n]+)`", text):
+        name = re.fullmatch(r"([A-Za-z_][\w.]*)(?:\(.*\))?=?", span)
+        if name is None or span.startswith(PREFIX) or re.search(r"\.(?:json|png)$|\.\.$", span) or span in FOREIGN:
+            continue
+        unknown = [part for part in name[1].split(".") if part not in known]
+        assert not unknown, f"{span!r} on {page.name}"
