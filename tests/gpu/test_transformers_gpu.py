@@ -67,7 +67,7 @@ def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(
     with open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, first, PREFIX)
         check_continuation(cache, "device")
-        cache.drop_device()
+        fam.evict(cache)
         check_continuation(cache, "host")
     with open_cache(model, storage=tmp_path) as cache:
         check_continuation(cache, "storage")
@@ -87,7 +87,7 @@ def test_a_long_prefix_is_loaded_while_the_forward_pass_runs_and_stays_exact(gpu
     with HiCache.for_model(model, model_id="long", l1_gb=0.2, l2_gb=0.4, page_size=64) as cache:
         fam.keep(cache, tokens, 8192)
         for _ in range(5):
-            cache.drop_device()
+            fam.evict(cache)
             with contextlib.suppress(LeftError), cache.session(tokens) as past:
                 assert past.hits[0].host == past.cached_tokens == 8192
                 chosen, seen = fam.continuation(model, tokens[:, 8192:], past)
@@ -107,7 +107,7 @@ def test_a_batch_with_different_prefixes_continues_from_the_column_all_reach(gpu
         for prompt in (short, long):
             with cache.session(prompt) as past:
                 model.generate(prompt, past_key_values=past, max_new_tokens=1, do_sample=False)
-        cache.drop_device()
+        fam.evict(cache)
         with cache.session(ids, attention_mask=mask) as past:
             assert past.cached_tokens == min(16 + 40, 56)
             output = model.generate(ids, attention_mask=mask, past_key_values=past, max_new_tokens=8, do_sample=False)
@@ -121,7 +121,7 @@ def test_a_compiled_static_cache_gives_the_tokens_of_an_uncached_run(gpu: torch.
     with open_cache(model) as cache:
         for tier in ("none", "device", "host"):
             if tier == "host":
-                cache.drop_device()
+                fam.evict(cache)
             with cache.session(tokens, max_cache_len=128) as past:
                 assert past.cached_tokens == (0 if tier == "none" else 72)
                 output = model.generate(tokens, past_key_values=past, max_new_tokens=8, do_sample=False)

@@ -7,6 +7,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -99,7 +100,7 @@ def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(mode
     with open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, first, PREFIX)
         check_continuation(cache, "device")
-        cache.drop_device()
+        fam.evict(cache)
         check_continuation(cache, "host")
     with open_cache(model, storage=tmp_path) as cache:
         check_continuation(cache, "storage")
@@ -357,7 +358,7 @@ def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
     with open_cache(model) as cache:
         for tier in ("computed", "device", "host"):
             if tier == "host":
-                cache.drop_device()
+                fam.evict(cache)
             with cache.session(prompt, max_cache_len=64) as past:
                 assert past.cached_tokens == (0 if tier == "computed" else 40)
                 assert torch.equal(
@@ -369,6 +370,46 @@ def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
             pass
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3", "falcon_h1", "deepseek_v32"], indirect=True)
+def test_each_layer_is_waited_for_and_no_later_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = fam.random_tokens(37)
+    ran = [threading.Event() for _ in range(3)]
+    hooks = [
+        layer.register_forward_hook(lambda *_, event=event: event.set())
+        for layer, event in zip(model.get_decoder().layers, ran, strict=True)
+    ]
+    with open_cache(model) as cache:
+        fam.keep(cache, prompt, 32)
+        fam.evict(cache)
+        in_time: list[bool] = []
+        for entry in cache.tiers.group.entries:
+            pool, mapper = entry.host_pool, entry.layer_mapper
+            layers = {mapper(layer): layer for layer in range(3)}
+
+            def load(
+                *arguments: Any, inner: Any = pool.load_to_device_per_layer, layers: Any = layers, **more: Any
+            ) -> Any:
+                layer = layers[arguments[3]]
+                if layer:
+                    # The rows of a layer arrive only once the layer before it has run without them.
+                    in_time.append(ran[layer - 1].wait(timeout=30))
+                return inner(*arguments, **more)
+
+            monkeypatch.setattr(pool, "load_to_device_per_layer", load)
+        for event in ran:
+            event.clear()
+        expected = fam.forward(model, prompt[:, 32:], fam.compute_prefix(model, prompt[:, :32]).cache())
+        for event in ran:
+            event.clear()
+        with cache.session(prompt) as past:
+            assert past.hits[0].host == 32
+            assert torch.equal(fam.forward(model, prompt[:, 32:], past), expected)
+        assert in_time
+        assert all(in_time)
+    for hook in hooks:
+        hook.remove()
+
+
 @pytest.mark.parametrize("model", ["llama", "gemma3", "deepseek_v32", "falcon_h1"], indirect=True)
 def test_a_session_may_go_in_and_out_of_inference_mode(model: Any) -> None:
     prompt = fam.random_tokens(45)
@@ -378,7 +419,7 @@ def test_a_session_may_go_in_and_out_of_inference_mode(model: Any) -> None:
                 assert past.cached_tokens == cached
                 first = int(past.get_seq_length())
                 fam.forward(model, prompt[:, first:], past)
-            cache.drop_device()
+            fam.evict(cache)
         with cache.session(prompt) as past:
             with torch.inference_mode():
                 fam.forward(model, prompt[:, 40:44], past)
@@ -639,7 +680,7 @@ class TestKeysThatAreNotThoseOfTheTokens:
         prompt = fam.random_tokens(40)
         with cache.session(prompt) as past:
             fam.forward(cache.model, prompt, past)
-        cache.drop_device()
+        fam.evict(cache)
         pool = cache.tiers.group.anchor_entry.host_pool
 
         def fail(*arguments: Any, **options: Any) -> None:

@@ -170,6 +170,15 @@ def spans(*ends: int) -> Iterator[tuple[int, int]]:
     return ((begin, end) for begin, end in itertools.pairwise(ends) if begin < end)
 
 
+def evict(cache: HiCache) -> None:
+    """Empty the device tier and overwrite its memory, so that nothing can come from there by accident."""
+    cache.drop_device()
+    for entry in cache.tiers.group.entries:
+        for component in () if entry.device_pool is None else entry.device_pool.components:
+            for tensor in component.tensors:
+                tensor.fill_(7.5)
+
+
 def check(cache: HiCache) -> None:
     """Check the books of tree and controller."""
     cache.tiers.tree.check_integrity()
