@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hicache_kernels import HostLayout
 from hicache_kernels.planner import (
     H200,
+    SHORT_ROW_BYTES,
     STAGED_PREFERENCE,
     SUBMIT_MARGIN,
     Availability,
@@ -18,6 +19,7 @@ from hicache_kernels.planner import (
     Plan,
     Work,
     layer_groups,
+    layers_per_copy,
     plan_load,
     plan_write_back,
 )
@@ -248,3 +250,21 @@ def test_a_load_of_narrow_shares_takes_several_layers_a_copy_and_of_wide_ones_fe
     assert plan_load(narrow, layer_by_layer=True, policy="staged").layers_each == 1
     first_layer = dataclasses.replace(narrow, layout=HostLayout.LAYER_FIRST)
     assert plan_load(first_layer, layer_by_layer=False, policy="staged").layers_each == 1
+
+
+def test_short_rows_take_a_load_twice_the_ctas_unless_a_quota_says_how_many() -> None:
+    def ctas(row_bytes: int, **options: int) -> int:
+        short = dataclasses.replace(work(pages=64, runs=64, page_bytes=64 << 10), row_bytes=row_bytes)
+        return plan_load(short, constants=CONSTANTS, policy="direct", **options).block_quota
+
+    assert ctas(SHORT_ROW_BYTES - 16) == 2 * ctas(SHORT_ROW_BYTES) == 2 * CONSTANTS.load.default_ctas
+    assert ctas(16, block_quota=3) == 3
+
+
+def test_loads_take_more_layers_a_copy_where_that_spares_the_caller() -> None:
+    """Many short runs of wide shares are a copy a page: the bus does not care how wide, the caller does."""
+    scattered = work(pages=256, runs=256, page_bytes=32 * (128 << 10))
+    fast = dataclasses.replace(CONSTANTS.load, batch_submit_seconds=1e-9, batch_copy_seconds=1e-9)
+    assert layers_per_copy(scattered, dataclasses.replace(CONSTANTS, load=fast), 64 << 20) == 1
+    slow = dataclasses.replace(fast, batch_submit_seconds=0.4e-6)
+    assert layers_per_copy(scattered, dataclasses.replace(CONSTANTS, load=slow), 64 << 20) > 1

@@ -63,8 +63,13 @@ class _Sample:
 
 def plain_copy_seconds(buffers: Buffers, direction: Direction, *, repeats: int = 5) -> float:
     """Median time of one copy of the whole buffer: what every bandwidth is a share of."""
+    return median(plain_copy_samples(buffers, direction, repeats + 1))
+
+
+def plain_copy_samples(buffers: Buffers, direction: Direction, count: int) -> list[float]:
+    """Time so many copies of the whole buffer, one by one."""
     to, of = (buffers.host, buffers.rows) if direction is Direction.WRITE_BACK else (buffers.rows, buffers.host)
-    return median(timed(lambda: to.copy_(of, non_blocking=True), buffers.device) for _ in range(repeats + 1))
+    return [timed(lambda: to.copy_(of, non_blocking=True), buffers.device) for _ in range(count)]
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
@@ -179,7 +184,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     busy = median(sample.submit for sample in kept)
     first_layer = 1.0
     if is_load and case.layer_by_layer and side is not None and busy < SLOW_SECONDS:
-        first_layer = median(_first_layer_share(pool, case, side, device, 1.5 * busy + 1e-3) for _ in range(3))
+        first_layer = median(_first_layer_share(pool, case, side, device, 4 * busy + 2e-3) for _ in range(5))
     return Measurement(
         result.path,
         result.reason,

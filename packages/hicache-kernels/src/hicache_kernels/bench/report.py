@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..staging import Direction, StagingRing
 from .builds import cold_build_seconds
 from .cases import SHAPES, Case, Pattern, Shape
 from .interference import Disturbance, Duplex, disturbances, measure_duplex
-from .measure import Measurement, measure_case, plain_copy_seconds
+from .measure import Measurement, measure_case, plain_copy_samples
 from .pool import BenchPool, Buffers
 
 Progress = Callable[[str], None]
@@ -145,16 +146,29 @@ def run_benchmark(
         progress("building the modules")
         report.cold_build_seconds = cold_build_seconds(module_device_type(device))
     buffers = Buffers.allocate(size, device)
-    plain = {direction: plain_copy_seconds(buffers, direction, repeats=repeats) for direction in Direction}
-    report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
+    # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
+    copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
     pool: tuple[tuple[object, ...], BenchPool] | None = None
     for case in cases:
         key = (case.shape, case.page_size, case.layout, case.pattern)
         if pool is None or pool[0] != key:
             progress(f"{case.shape.row_bytes} x {case.shape.layers}, pages of {case.page_size}, {case.layout.value}")
             pool = (key, BenchPool.build(case, buffers, constants=constants))
-        measured = measure_case(case, pool[1], report.plain_bytes_per_second[case.direction.value], repeats=repeats)
-        report.cases.append(CaseResult(case, measured))
+            for direction, samples in copies.items():
+                samples += plain_copy_samples(buffers, direction, 2)
+        report.cases.append(CaseResult(case, measure_case(case, pool[1], 1.0, repeats=repeats)))
+    plain = {direction: median(samples) for direction, samples in copies.items()}
+    report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
+    report.cases = [
+        replace(
+            result,
+            measurement=replace(
+                result.measurement,
+                ratio=result.measurement.ratio / report.plain_bytes_per_second[result.case.direction.value],
+            ),
+        )
+        for result in report.cases
+    ]
     progress("staging as large as the operation")
     report.full_staging = _full_staging(buffers, report, repeats)
     if interference:

@@ -9,8 +9,8 @@ namespace hicache {
 #if defined(HICACHE_CUDA)
 
 constexpr int kBulkLanes = 32;
-constexpr int kBulkWarps = 8;
-constexpr int kMaxStages = 8;
+constexpr int kBulkWarps = 4;
+constexpr int kMaxStages = 16;
 constexpr int64_t kLeastBulkRow = 256;
 constexpr int64_t kMostBulkRow = 16 << 10;
 constexpr int64_t kMostStageBytes = 32 << 10;
