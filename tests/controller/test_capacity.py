@@ -151,6 +151,28 @@ def test_config_of_recurrent_layers_needs_the_bytes_of_a_state() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "attention"),
+    [
+        ({"attn_layer_indices": [3, 7]}, 2),
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, 4),
+        ({"mamba_d_state": 16}, 32),
+        ({"layers_block_type": ["mamba"] * 30 + ["hybrid"] * 2}, 2),
+    ],
+)
+def test_configs_that_tell_recurrent_layers_in_other_ways(fields: dict[str, Any], attention: int) -> None:
+    with pytest.raises(CapacityError, match="recurrent layers; give state_bytes"):
+        geometry_from_config(LLAMA | fields)
+    assert geometry_from_config(LLAMA | fields, state_bytes=9) == ModelGeometry(attention * 4096, state_bytes=9)
+
+
+def test_config_whose_full_and_windowed_layers_differ_in_shape() -> None:
+    kinds = ["chunked_attention", "indexed_attention"] * 16
+    config = LLAMA | {"layer_types": kinds, "attention_chunk_size": 100, "global_head_dim": 512}
+    config |= {"num_global_key_value_heads": 4, "head_dim": 64}
+    assert geometry_from_config(config, tp=2) == ModelGeometry(16 * 2 * 2 * 512 * 2, 16 * 2 * 4 * 64 * 2, 100)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_hidden_layers": None}, "config has num_hidden_layers None"),

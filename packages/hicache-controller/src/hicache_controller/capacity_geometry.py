@@ -19,7 +19,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
 
 _INDEX_SCALE_VALUES = 128  # index keys of DSA share a float32 scale so many at a time, as in DSATokenToKVPool
 _STATE_KINDS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
-_ATTENTION_KINDS = ("full_attention", "attention", "global_attention", "hybrid")
+_ATTENTION_KINDS = ("full_attention", "attention", "global_attention", "indexed_attention", "hybrid")
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention", "local_attention")
 
 
@@ -128,9 +128,8 @@ def geometry_from_config(
     states = sum(kind in _STATE_KINDS for kind in kinds)
     if states and not state_bytes:
         raise CapacityError(f"config has {states} recurrent layers; give state_bytes, the bytes of one saved state")
-    latent = config.get("kv_lora_rank")
-    if latent:
-        per_layer = latent_token_bytes(
+    if config.get("kv_lora_rank"):
+        full_bytes = window_bytes = latent_token_bytes(
             1,
             _whole(config, "kv_lora_rank") + _whole(config, "qk_rope_head_dim"),
             dtype,
@@ -138,9 +137,11 @@ def geometry_from_config(
         )
         notes.append("an MLA latent is on every rank")
     else:
-        per_layer = attention_token_bytes(1, _rank_heads(config, tp), _head_dim(config), dtype)
-    window_tokens = _whole(config, "sliding_window") if windowed else 0
-    return ModelGeometry(full * per_layer, windowed * per_layer, window_tokens, state_bytes, tuple(notes))
+        full_bytes = attention_token_bytes(1, _rank_heads(config, tp, "_global"), _head_dim(config, "global_"), dtype)
+        window_bytes = attention_token_bytes(1, _rank_heads(config, tp), _head_dim(config), dtype)
+    window = "sliding_window" if config.get("sliding_window") else "attention_chunk_size"
+    window_tokens = _whole(config, window) if windowed else 0
+    return ModelGeometry(full * full_bytes, windowed * window_bytes, window_tokens, state_bytes, tuple(notes))
 
 
 def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
@@ -148,6 +149,7 @@ def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
     layers = _whole(config, "num_hidden_layers")
     listed = config.get("layer_types") or config.get("layers_block_type")
     pattern = config.get("sliding_window_pattern")
+    period, indices = config.get("attn_layer_period"), config.get("attn_layer_indices")
     kinds: list[str]
     if listed:
         kinds = [str(kind) for kind in listed]
@@ -156,6 +158,13 @@ def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
         if unknown or len(kinds) != layers:
             fault = f"has layers of kind {unknown[0]!r}" if unknown else f"lists {len(kinds)} of {layers} layers"
             raise CapacityError(f"config {fault}; give the shape instead of a config")
+    elif isinstance(indices, Sequence) and not isinstance(indices, str):
+        kinds = ["full_attention" if layer in indices else "mamba" for layer in range(layers)]
+    elif period:
+        period, offset = _whole(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
+        kinds = ["full_attention" if layer % period == offset else "mamba" for layer in range(layers)]
+    elif any(field.startswith("mamba_") for field in config):
+        kinds = ["hybrid"] * layers
     elif isinstance(pattern, int) and pattern > 1:
         kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
     else:
@@ -166,16 +175,19 @@ def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
     return kinds[: layers - shared]
 
 
-def _rank_heads(config: Mapping[str, Any], tp: int) -> int:
-    heads = _whole(config, "num_key_value_heads" if config.get("num_key_value_heads") else "num_attention_heads")
+def _rank_heads(config: Mapping[str, Any], tp: int, kind: str = "") -> int:
+    """KV heads of a rank; of full attention (``kind="_global"``) there may be another number than of windows."""
+    names = (f"num{kind}_key_value_heads", "num_key_value_heads", "num_attention_heads")
+    heads = _whole(config, next((name for name in names if config.get(name)), names[-1]))
     if heads % tp and tp % heads:
         raise CapacityError(f"tp is {tp}; it must divide, or be a multiple of, the {heads} KV heads")
     return max(1, heads // tp)
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
-    if config.get("head_dim"):
-        return _whole(config, "head_dim")
+def _head_dim(config: Mapping[str, Any], kind: str = "") -> int:
+    for name in (f"{kind}head_dim", "head_dim"):
+        if config.get(name):
+            return _whole(config, name)
     return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
 
 
