@@ -303,7 +303,16 @@ class FileStorage(HiCacheStorage):
         parent = None if job.parent is None else job.parent[: -len(self._model)]
         views = pool.pool.page_memory(job.host_page) if pool.page_bytes else ()
         try:
-            write_page(path, views, key=job.key, parent=parent, fingerprint=pool.digest, over=spare is not None)
+            # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
+            write_page(
+                path,
+                views,
+                key=job.key,
+                parent=parent,
+                fingerprint=pool.digest,
+                touched=job.tick,
+                over=spare is not None,
+            )
         except OSError as error:
             return error
         return path
@@ -329,8 +338,6 @@ class FileStorage(HiCacheStorage):
                 remove_file(result)
                 continue
             try:
-                # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
-                os.utime(result, ns=(job.tick, job.tick), follow_symlinks=False)
                 os.rename(result, self._directory.page_path(job.page, part))
             except OSError as error:
                 failure = failure or error
@@ -397,12 +404,15 @@ class FileStorage(HiCacheStorage):
             if touched > entry.tick:  # another process has used it since
                 self._index.touch(entry.key, touched)
                 continue
+            left = []
             for part, part_size in entry.parts:
-                if part_size == size and len(self._spares) < count:
-                    path = part_path(entry.key, part)
-                    with contextlib.suppress(FileNotFoundError):
-                        self._spares.append(self._renamed(path, self._directory.temporary_path(path)))
-            self._unlink(entry.key, [part for part, _ in entry.parts])
+                path = part_path(entry.key, part)
+                if part_size != size or len(self._spares) >= count:
+                    left.append(part)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    self._spares.append(self._renamed(path, self._directory.temporary_path(path)))
+            self._unlink(entry.key, left)
             self._counts["evicted"] += 1
 
     @staticmethod

@@ -59,12 +59,22 @@ def write_page(
     key: bytes,
     parent: bytes | None,
     fingerprint: bytes,
+    touched: int | None = None,
     over: bool = False,
 ) -> None:
     """Write a page into a file of mode 0600, a new one or ``over`` a file that nobody needs any more.
 
     Writing over a file saves making and removing inodes and blocks, which some file systems do slowly when files come
     and go all the time. Who still reads the old page meanwhile finds that its checksum or its key is wrong.
+
+    Parameters
+    ----------
+    path, views, key, parent, fingerprint
+        The file, the payload, and what the footer says.
+    touched
+        Time of the file, in nanoseconds since the epoch; that of writing with None.
+    over
+        Whether the file is there.
 
     Raises
     ------
@@ -88,6 +98,8 @@ def write_page(
         )
         _update(checksum, [*last, memoryview(head)])
         _whole(os.pwritev, file, [*last, memoryview(head + checksum.digest())], offset)
+        if touched is not None:
+            os.utime(file, ns=(touched, touched))
     except BaseException:
         if file is not None:
             os.close(file)
