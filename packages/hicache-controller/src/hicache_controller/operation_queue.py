@@ -30,12 +30,20 @@ class StartedOperation:
         Why it did.
     consumer
         Id in the layer counter, for loads.
+    cut
+        Whether parts of it were cancelled.
     """
 
     operation: CacheOperation
     handle: TransferHandle | None
     submit_error: BaseException | None = None
     consumer: int = -1
+    cut: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is an error so far."""
+        return self.submit_error is not None or (self.handle is not None and self.handle.error is not None)
 
     @property
     def done(self) -> bool:
@@ -143,8 +151,9 @@ class OperationQueue:
     def unsettled(self) -> Iterator[CacheOperation]:
         """Yield operations that are done and whose slots the next poll may give back."""
         for started in self.started:
-            if started.done:
-                lost = self._agreement.needed or started.error() is not None
+            # An error is there before its operation is done, so what is done without one has not failed on this rank.
+            lost = self._agreement.needed or started.has_failed
+            if (lost or started.cut) and started.done:
                 yield from (part for part in started.operation.parts if lost or part.cancelled)
 
     def keep_acks(self) -> None:
@@ -162,7 +171,7 @@ class OperationQueue:
         for started in self.started:
             for part in started.operation.parts:
                 if node_id in part.node_ids and not part.cancelled:
-                    part.cancelled = found = True
+                    part.cancelled = started.cut = found = True
             if started.handle is not None and all(part.cancelled for part in started.operation.parts):
                 started.handle.cancel()
         return found
@@ -175,6 +184,7 @@ class OperationQueue:
     def cancel_started(self) -> None:
         """Cancel everything that was started."""
         for started in self.started:
+            started.cut = True
             for part in started.operation.parts:
                 part.cancelled = True
             if started.handle is not None:
