@@ -336,12 +336,9 @@ class LanePair:
         if synchronous:
             self.device_to_host = InlineLane(self.device_to_host_device)
             self.host_to_device = InlineLane(self.host_to_device_device)
-        elif device.type == "cpu":
-            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host")
-            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
         else:
-            self.device_to_host = InlineLane(self.device_to_host_device)
-            # One call a layer: too long for the caller's thread, so another one queues them.
+            # Also on CUDA, where queueing is all there is to do: it takes longer than a scheduler should be held up.
+            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host")
             self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
 
     def submission_event(self) -> Event | None:
