@@ -14,6 +14,8 @@ from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.tree import CacheEvent, Change, Tier, WritePolicy
 
 DEVICE_PAGES, HOST_PAGES = 12, 14
+PAGE_BYTES = 2 * 2 * 2 * 8
+"""K and V, two layers, two tokens, eight bytes."""
 WORDS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
 POOLS = ("kv", "swa", "mamba")
 
@@ -58,21 +60,29 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
         @initialize(
             policy=st.sampled_from(WritePolicy),
             eviction=st.sampled_from(("lru", "lfu", "size_aware")),
-            storage=st.booleans(),
+            storage=st.sampled_from((None, "large", "small")),
             windows=st.booleans(),
             states=st.booleans(),
             synchronous=st.booleans(),
         )
         def build(
-            self, policy: WritePolicy, eviction: str, storage: bool, windows: bool, states: bool, synchronous: bool
+            self,
+            policy: WritePolicy,
+            eviction: str,
+            storage: str | None,
+            windows: bool,
+            states: bool,
+            synchronous: bool,
         ) -> None:
             self.now = 0.0
+            # A page that storage removes while it is being stored again counts as removed until it is next used.
+            self.exact = synchronous or storage != "small"
             self.model = model_type(
                 device_pages=DEVICE_PAGES,
                 host_pages=HOST_PAGES,
                 windows=(6, 5) if windows else None,
                 states=(4, 3) if states else None,
-                storage=MemoryStorage() if storage else None,
+                storage=None if storage is None else MemoryStorage(3 * PAGE_BYTES if storage == "small" else None),
                 write_policy=policy,
                 eviction=eviction,
                 listener=lambda event: self.naive.listen(event),
@@ -102,7 +112,8 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
             match = cache.match_prefix(keys, priority=priority)
             found = match.pages
             match = cache.prefetch(match)
-            assert found <= match.pages <= self.naive.longest(keys, *Tier)
+            assert found <= match.pages
+            assert not self.exact or match.pages <= self.naive.longest(keys, *Tier)
             match = cache.load_back(match)
             self.model.verify_match(match)
             made = self.model.compute(match, len(keys) - match.pages)
@@ -181,6 +192,16 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
                 cache = self.model.cache
                 (cache.evict_window_device if device else cache.evict_window_host)(names[number], count)
 
+        @rule(number=st.integers(0, 2), count=st.integers(1, 4), device=st.booleans())
+        def allocate(self, number: int, count: int, device: bool) -> None:
+            """Take slots as an engine would, so that the tree is asked to evict, and give them back."""
+            name = ("kv", *self.model.windows)[number % (1 + len(self.model.windows))]
+            group, slots = self.model.group, count * self.model.host[name].page_size
+            mine = group.alloc_device(slots, name) if device else group.alloc(slots, name)
+            if mine is not None:
+                assert len(mine) == slots
+                group.free_device(mine, name) if device else group.free(mine, name)
+
         @rule(number=st.integers(0, 7), failing=st.booleans())
         def fault(self, number: int, failing: bool) -> None:
             """Let one kind of transfer of one pool fail from now on, or work again."""
@@ -204,8 +225,11 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
                 fault.failing = False
             if not self.held:
                 self.model.empty()
-                for (_, tier), keys in self.naive.where.items():
+                for (pool, tier), keys in self.naive.where.items():
                     assert tier is Tier.STORAGE or not keys
+                    if tier is Tier.STORAGE and self.model.storage is not None:
+                        there = set(self.model.storage._bytes.get(pool, ()))
+                        assert keys == there if pool == "kv" and self.exact else keys <= there
             self.model.close()
 
     return ComponentMachine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -336,3 +337,33 @@ def test_runs_are_cut_where_pages_are_known_or_gone() -> None:
     assert presence.stored("kv", [c, d, e], b) == [Run((d,), c, 1)]
     assert presence.removed([b"unknown"]) == []
     assert StoragePresence(remember=False).stored("kv", [a], None) == []
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_events_mirror_a_storage_that_keeps_removing_pages(
+    make_model: MakeModel, keys_of: KeysOf, synchronous: bool
+) -> None:
+    told: dict[str, set[bytes]] = {"kv": set(), "swa": set(), "mamba": set()}
+
+    def listen(event: CacheEvent) -> None:
+        if event.tier is Tier.STORAGE:
+            known, keys = told[event.pool], set(event.keys)
+            assert keys.isdisjoint(known) if event.change is Change.STORED else keys <= known
+            known ^= keys
+
+    storage, clock = MemoryStorage(12 * PAGE_BYTES), Clock()
+    model = make_model(
+        windows=(8, 8), states=(6, 6), storage=storage, listener=listen, clock=clock, synchronous=synchronous
+    )
+    for _ in range(200):
+        clock.now += 100
+        model.serve(random.choices(range(2), k=random.randrange(1, 7)))
+        model.cache.drain()
+        for pool, known in told.items():
+            held = set(storage._bytes.get(pool, ()))
+            # A page that leaves while it is stored again counts as removed until its next use.
+            missing, wrong = held - known, known - held
+            assert not wrong, f"{pool} pages are told of and not there"
+            assert not missing or not synchronous or pool != "kv", f"{pool} pages are there and not told of"
+    assert storage.stats().evicted > 20
+    model.empty()

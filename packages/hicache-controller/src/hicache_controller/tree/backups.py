@@ -59,14 +59,20 @@ class TreeBackups(TreeEviction):
         if not self._storage_answers():
             self._store_later(node)
             return
-        for above in reversed([n for n in self._path(node) if self._is_to_store(n)]):
-            self._start_backup(above)
+        for above in reversed(list(self._path(node))):
+            self._take_in_removed()
+            if self._is_to_store(above):
+                self._start_backup(above)
 
-    @staticmethod
-    def _is_to_store(node: TreeNode) -> bool:
+    def _is_to_store(self, node: TreeNode) -> bool:
         """Whether something of the node is settled on the host, not in storage, and not on its way there."""
         if node.host is None or node.write is not None or node.backup is not None:
             return False
+        # Storage gives up the tail of a prefix before its head, so that the last page tells of all.
+        if node.stored and len(self._presence) and self._storage_lacks((node.keys[-KEY_BYTES:],)):
+            node.stored = False
+            for part in node.windows:
+                part.stored = False
         return not node.stored or any(_is_part_to_store(part) for part in node.windows)
 
     def _start_backup(self, node: TreeNode) -> None:
@@ -144,7 +150,9 @@ class TreeBackups(TreeEviction):
                 node.stored = there == node.pages and not self._storage_lacks(key_list(node.keys))
                 if there:
                     self._tell_stored(node, self._anchor, node.pages, there)
-        elif not complete:
+        elif complete:
+            self._tell_stored(tail, self._anchor, 1)
+        else:
             tail.stored = False
         head = nodes[0].parent
         if not stored_pages and head is not None:
@@ -161,11 +169,7 @@ class TreeBackups(TreeEviction):
         """Let a prefix that is being used be stored again, where storage does not have all of it."""
         if not self.controller.has_storage:
             return
-        follows = len(self._presence) and not self.controller.agreement.needed
         for above in self._path(node):
-            # Storage gives up the tail of a prefix before its head, so that the last page tells of all.
-            if follows and above.stored and self._presence.lacks(above.keys[-KEY_BYTES:]):
-                above.stored = False
             if self._is_to_store(above):
                 self._store_later(above)
                 return
@@ -207,13 +211,16 @@ class TreeBackups(TreeEviction):
         """Notice another storage and what the one there is has removed; store what waits for it."""
         if self.controller.storage.backend is not self._backend:
             self._change_storage()
+        self._take_in_removed()
+        if len(self._presence) > _FEW:
+            self._compare_with_removed()
+        if self._to_store:
+            self._store_waiting()
+
+    def _take_in_removed(self) -> None:
         removed = self._presence.take_removed()
         if removed:
             self._tell_removed(self._presence.removed(removed))
-            if len(self._presence) > _FEW:
-                self._compare_with_removed()
-        if self._to_store:
-            self._store_waiting()
 
     def _listen_to_storage(self) -> None:
         if isinstance(self._backend, HiCacheStorage):

@@ -63,10 +63,6 @@ class StoragePresence:
         if self._gone:
             self._gone.difference_update(keys)
 
-    def lacks(self, key: bytes) -> bool:
-        """Whether a key was removed, and not stored since."""
-        return key in self._gone
-
     def lacks_any(self, keys: Iterable[bytes]) -> bool:
         """Whether any of some keys was removed, and not stored since."""
         return bool(self._gone) and not self._gone.isdisjoint(keys)
