@@ -91,6 +91,12 @@ def test_readmes_are_pages(site: Path) -> None:
         assert heading in (site / "packages" / f"{package}.html").read_text(encoding="utf-8")
 
 
+def test_examples_are_a_page(site: Path) -> None:
+    page = (site / "examples.html").read_text(encoding="utf-8")
+    for example in (ROOT / "examples").glob("*.py"):
+        assert f">{example.name}<" in page
+
+
 # The hooks
 
 
