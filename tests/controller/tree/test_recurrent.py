@@ -32,11 +32,11 @@ STATES = 4
 class RecurrentModel:
     """A gated recurrence behind a short convolution in each layer; its state is rows of a Mamba pool."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, on: str) -> None:
         random = torch.Generator().manual_seed(seed)
 
         def weights(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random, dtype=torch.float32) / shape[-1] ** 0.5
+            return (torch.randn(shape, generator=random, dtype=torch.float32) / shape[-1] ** 0.5).to(on)
 
         self.embedding = weights(VOCABULARY, WIDTH) * WIDTH
         self.taps, self.gate, self.mix = weights(LAYERS, TAPS, WIDTH), weights(LAYERS, WIDTH, 1), weights(WIDTH, WIDTH)
@@ -44,7 +44,7 @@ class RecurrentModel:
 
     def run(self, tokens: np.ndarray, conv: torch.Tensor, temporal: torch.Tensor) -> torch.Tensor:
         """Log-probabilities after each token; ``conv [layers, taps, width]`` and ``temporal`` are updated in place."""
-        outputs = torch.empty(len(tokens), VOCABULARY)
+        outputs = torch.empty(len(tokens), VOCABULARY, device=conv.device)
         for at, token in enumerate(tokens.tolist()):
             conv.copy_(torch.cat((conv[:, 1:], self.embedding[token].expand(LAYERS, 1, WIDTH)), dim=1))
             seen = (conv * self.taps).sum(1)
@@ -56,14 +56,15 @@ class RecurrentModel:
 class Engine:
     """Serves one long sequence, keeping its state at the end of each piece in the tree."""
 
-    def __init__(self, directory: Path, pages: int, policy: str) -> None:
-        self.conv = torch.zeros(LAYERS, STATES, TAPS, WIDTH)
-        self.temporal = torch.zeros(LAYERS, STATES, WIDTH)
-        rows = [torch.zeros(pages * PAGE, 1, 4, dtype=torch.uint8) for _ in range(2)]
+    def __init__(self, directory: Path, pages: int, policy: str, on: str) -> None:
+        self.conv = torch.zeros(LAYERS, STATES, TAPS, WIDTH, device=on)
+        self.temporal = torch.zeros(LAYERS, STATES, WIDTH, device=on)
+        rows = [torch.zeros(pages * PAGE, 1, 4, dtype=torch.uint8, device=on) for _ in range(2)]
+        pin = on != "cpu"
         kv = MHATokenToKVPool.from_buffers(k=rows[:1], v=rows[1:], page_size=PAGE)
         states = MambaPool.from_buffers(conv=self.conv.unbind(0), temporal=self.temporal.unbind(0))
-        host = MHATokenToKVPoolHost(kv, 0, 0, PAGE, pin_memory=False, pages=pages, transfer_policy=policy)
-        host_states = MambaPoolHost(states, 0, 0, 1, pin_memory=False, pages=STATES, transfer_policy=policy)
+        host = MHATokenToKVPoolHost(kv, 0, 0, PAGE, pin_memory=pin, pages=pages, transfer_policy=policy)
+        host_states = MambaPoolHost(states, 0, 0, 1, pin_memory=pin, pages=STATES, transfer_policy=policy)
         self.pages, self.slots = ExtentAllocator(pages, PAGE), ExtentAllocator(STATES, 1)
         entries = [
             PoolEntry(
@@ -130,12 +131,12 @@ class Engine:
         self.storage.close()
 
 
-def restore_divergence(directory: Path, *, tokens: int, cycles: int, tier: str, policy: str) -> float:
+def restore_divergence(directory: Path, *, tokens: int, cycles: int, tier: str, policy: str, on: str = "cpu") -> float:
     """Largest KL divergence between the outputs with and without evictions; checks bit equality on the way."""
-    model = RecurrentModel(seed=int.from_bytes(os.urandom(4)))
+    model = RecurrentModel(int.from_bytes(os.urandom(4)), on)
     sequence = np.random.default_rng().integers(0, VOCABULARY, tokens)
-    plain = model.run(sequence, torch.zeros(LAYERS, TAPS, WIDTH), torch.zeros(LAYERS, WIDTH))
-    engine = Engine(directory, tokens // PAGE, policy)
+    plain = model.run(sequence, torch.zeros(LAYERS, TAPS, WIDTH, device=on), torch.zeros(LAYERS, WIDTH, device=on))
+    engine = Engine(directory, tokens // PAGE, policy, on)
     keys, outputs = SequenceKeys(PAGE), []
     pieces = np.array_split(np.arange(tokens // PAGE), cycles + 1)
     try:

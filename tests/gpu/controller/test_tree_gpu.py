@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ import torch
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.tree import WritePolicy
 
-HELPERS = Path(__file__).parents[2] / "controller" / "tree" / "conftest.py"
+CPU_TESTS = Path(__file__).parents[2] / "controller" / "tree"
+HELPERS = CPU_TESTS / "conftest.py"
 
 pytestmark = pytest.mark.gpu
 
@@ -77,10 +79,11 @@ def test_slots_reused_while_their_write_is_under_way_lose_nothing(make_model: Ma
 
 
 @pytest.mark.parametrize("transfer_policy", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("policy", list(WritePolicy))
 def test_retracted_request_comes_back_bit_exact(
-    make_model: MakeModel, helpers: dict[str, Any], transfer_policy: str
+    make_model: MakeModel, helpers: dict[str, Any], policy: WritePolicy, transfer_policy: str
 ) -> None:
-    model = make_model(transfer_policy=transfer_policy)
+    model = make_model(transfer_policy=transfer_policy, write_policy=policy)
     model.serve((1, 2, 3))
     match = model.begin(helpers["keys_of"]((1, 2, 3, 4, 5)))
     pages, windows = model.compute(match, 2)
@@ -100,3 +103,50 @@ def test_retracted_request_comes_back_bit_exact(
         model.verify(name, rest[len(rest) - len(mine) :], mine)
     model.cache.release(model.cache.insert(restored.match, restored.pages, windows=restored.windows).match)
     model.empty()
+
+
+@pytest.mark.parametrize("transfer_policy", ["auto", "staged", "direct"])
+def test_retraction_under_full_pools_comes_back_bit_exact_or_changes_nothing(
+    make_model: MakeModel, helpers: dict[str, Any], transfer_policy: str
+) -> None:
+    keys_of = helpers["keys_of"]
+    model = make_model(transfer_policy=transfer_policy, device_pages=8, host_pages=6, windows=None, states=(4, 2))
+    model.serve((1, 2))
+    requests = []
+    for words in ((1, 2, 3, 4), (7, 7, 7, 7)):
+        match = model.begin(keys_of(words))
+        requests.append((match, *model.compute(match, len(words) - match.pages)))
+    (first, pages, windows), (second, other_pages, other_windows) = requests
+    assert model.cache.retraction_backup("first", first, pages, windows=windows)
+    # The host has two pages left for four, and everything else there is pinned.
+    assert not model.cache.retraction_backup("second", second, other_pages, windows=other_windows)
+    model.verify("kv", second.rest(), other_pages)
+    model.give_back(other_pages, other_windows)
+    model.cache.release(second)
+    model.serve((8, 8, 8, 8))
+    restored = model.cache.retraction_restore("first")
+    assert restored is not None
+    model.verify_match(restored.match)
+    model.verify("kv", restored.match.rest(), restored.pages)
+    model.verify("mamba", restored.match.rest()[-1:], restored.windows["mamba"])
+    model.give_back(restored.pages, restored.windows)
+    model.cache.release(restored.match)
+    model.empty()
+
+
+@pytest.mark.parametrize("policy", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_restored_states_give_bit_equal_outputs(gpu: torch.device, tmp_path: Path, tier: str, policy: str) -> None:
+    divergence = runpy.run_path(str(CPU_TESTS / "test_recurrent.py"))["restore_divergence"]
+    assert divergence(tmp_path, tokens=16 * 36, cycles=11, tier=tier, policy=policy, on="cuda") == 0
+
+
+@pytest.mark.parametrize("policy", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_restored_states_give_bit_equal_outputs_over_32k_tokens(
+    gpu: torch.device, tmp_path: Path, tier: str, policy: str
+) -> None:
+    if not os.environ.get("HICACHE_LONG_TESTS"):
+        pytest.skip("HICACHE_LONG_TESTS is not set; 32768 tokens and 100 cycles take a while")
+    divergence = runpy.run_path(str(CPU_TESTS / "test_recurrent.py"))["restore_divergence"]
+    assert divergence(tmp_path, tokens=32768, cycles=100, tier=tier, policy=policy, on="cuda") == 0
