@@ -181,12 +181,14 @@ def engine(file: Path) -> str:
         "l3": "L3",
         "l2": "L2",
         "l1": "L1",
+        "load_seconds": "the load alone",
         "copy": "plain copy",
     }
     ratios = {"prefill_over_l2": "anew / L2", "l2_over_bound": "L2 / larger of copy and L1", "l3_over_l2": "L3 / L2"}
     rows = [
         (
             f"{each['prompt']:,}",
+            each["load_path"],
             *(_figure(each[name], 1e3) for name in shown),
             *(_figure(each[name], 1) for name in ratios),
         )
@@ -194,10 +196,9 @@ def engine(file: Path) -> str:
     ]
     what = (
         f"A random-weight model of {options['parameters'] / 1e9:.2f} billion parameters in {options['dtype']}, "
-        f"{options['token_bytes']:,} bytes a token, pages of {options['page_size']} tokens; milliseconds, medians; "
-        f"loads: {found['load_path']}."
+        f"{options['token_bytes']:,} bytes a token, pages of {options['page_size']} tokens; milliseconds, medians."
     )
-    head = ("prompt", *shown.values(), *ratios.values())
+    head = ("prompt", "loads", *shown.values(), *ratios.values())
     return f"{_environment(found['environment'])} {what}\n\n{table(head, rows)}"
 
 

@@ -149,12 +149,14 @@ def test_engine_table_comes_from_a_report_of_its_benchmark(tmp_path: Path) -> No
     pytest.importorskip("transformers")
     bench = importlib.import_module("hicache_controller.bench.report")
     engine = importlib.import_module("hicache_controller.bench.engine")
-    times = engine.PromptTimes(4096, 64, 1.25, 0.05, 0.0625, None, None, 1 << 20, 0.025)
+    times = engine.PromptTimes(
+        4096, 64, 1.25, 0.05, l2=0.0625, load_bytes=1 << 20, load_seconds=0.03, load_path="staged", copy=0.025
+    )
     options = {"parameters": 1_500_000_000, "dtype": "bfloat16", "token_bytes": 65536, "page_size": 64}
-    report = bench.EngineReport({"device": "a GPU"}, options, "staged", (times,))
+    report = bench.EngineReport({"device": "a GPU"}, options, (times,))
     (tmp_path / "bench_engine.json").write_text(json.dumps(report.as_json()))
     made = load(DOCS / "hooks" / "tables.py").fill_tables("<!-- table: engine bench_engine.json -->", tmp_path)
-    assert "| 4,096 | 1250.00 |  |  | 62.50 | 50.00 | 25.00 | 20.00 | 1.25 |  |" in made
+    assert "| 4,096 | staged | 1250.00 |  |  | 62.50 | 50.00 | 30.00 | 25.00 | 20.00 | 1.25 |  |" in made
     assert "1.50 billion parameters in bfloat16" in made
 
 
