@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hicache_controller.events import COMPLETED, EventGroup, HostSignal, StreamSignal, wait_until_done
 from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
-from hicache_controller.lanes import CpuDevice, InlineLane, LanePair, LaneStoppedError, ThreadLane
+from hicache_controller.lanes import CpuDevice, HostClock, InlineLane, LanePair, LaneStoppedError, ThreadLane
 from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
@@ -247,3 +247,43 @@ def test_an_interrupted_submission_gives_its_slots_back_by_way_of_the_ack(make_s
     (ack,) = stack.controller.poll_writes()
     assert isinstance(ack.error, KeyboardInterrupt)
     assert stack.used() == (2, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("direction", ["write", "load"])
+def test_who_sees_that_a_transfer_is_over_finds_it_timed_and_counted(make_stack, monkeypatch, direction, fails):
+    """Another thread may be looking, at the very moment its last event fires."""
+    stack = make_stack()
+    host, _ = stack.written(4)
+    stopped, seen = [], []
+    stop, fire = HostClock.stop, HostSignal.fire
+    metrics = stack.controller.metrics
+
+    def note(self, after=None):
+        counts = metrics.snapshot().counters.get("transfer_operations", {})
+        seen.append((len(stopped), sum(counts.values())))
+        fire(self, after)
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("no")
+
+    call = "backup_from_device_all_layer" if direction == "write" else "load_to_device_per_layer"
+    if fails:
+        monkeypatch.setattr(stack.host_pool, call, refuse)
+    monkeypatch.setattr(HostClock, "stop", lambda self, events: (stop(self, events), stopped.append(self)))
+    monkeypatch.setattr(HostSignal, "fire", note)
+    before = sum(metrics.snapshot().counters["transfer_operations"].values())
+    if direction == "write":
+        stack.controller.write(stack.alloc(4), node_id=1)
+        stack.controller.start_writing()
+        (ack,) = stack.controller.poll_writes(wait=True)
+    else:
+        stack.controller.load(host, node_id=1)
+        stack.controller.start_loading()
+        (ack,) = stack.controller.poll_loads(wait=True)
+    assert (ack.error is None) is not fails
+    # The last two events are the ends of the operation; a load's layers fire before.
+    assert [clocks for clocks, _ in seen[-2:]] == [0 if fails else 1] * 2
+    if not fails:
+        assert {count for _, count in seen[-2:]} == {seen[-1][1]}
+        assert seen[-1][1] > before

@@ -212,13 +212,18 @@ class TransferHandle(InFlightOperation):
     def run(self) -> None:
         """Do or queue the copies; whatever happens, every event fires."""
         began = time.perf_counter()
+        released: tuple[torch.cuda.Event, ...] | None = None
+        ready: tuple[torch.cuda.Event, ...] | None = None
         try:
             self._device.before_transfer(transfer.host_pool for transfer in self.transfers)
             self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
                 self._write_back()
+                released = _cuda_events(result.device_released for result in self.results)
+                ready = _cuda_events(result.host_ready for result in self.results)
             else:
                 self._load()
+            self._stop_clock()
         except BaseException as error:
             self.error = error
             self._settle()
@@ -228,8 +233,11 @@ class TransferHandle(InFlightOperation):
                 self._metrics.count("transfer_failures", direction=self.direction.value)
                 logger.debug("%s of %d pools failed", self.direction.value, len(self.transfers), exc_info=True)
         finally:
-            self._fire_all()
-        self._record(time.perf_counter() - began)
+            # Who sees that it is over finds it counted.
+            try:
+                self._record(time.perf_counter() - began)
+            finally:
+                self._fire_all(released, ready)
 
     def abandon(self, error: Exception) -> None:
         """End without having started."""
@@ -241,9 +249,6 @@ class TransferHandle(InFlightOperation):
             if self._cancelled:
                 raise OperationCancelledError("the write was cancelled")
             self._note(transfer, transfer.write_back())
-        self.device_released.fire(_cuda_events(result.device_released for result in self.results))
-        self.host_ready.fire(_cuda_events(result.host_ready for result in self.results))
-        self._stop_clock()
 
     def _load(self) -> None:
         if self._cancelled:
@@ -252,7 +257,6 @@ class TransferHandle(InFlightOperation):
             self._load_whole_pool()
         else:
             self._load_layers()
-        self._stop_clock()
 
     def _load_whole_pool(self) -> None:
         """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
@@ -299,10 +303,16 @@ class TransferHandle(InFlightOperation):
         except Exception:
             logger.exception("waiting for the device after a failed transfer failed too")
 
-    def _fire_all(self) -> None:
-        for event in (*self.layer_events, self.device_released, self.host_ready):
+    def _fire_all(
+        self,
+        released: tuple[torch.cuda.Event, ...] | None = None,
+        ready: tuple[torch.cuda.Event, ...] | None = None,
+    ) -> None:
+        """Fire what has not fired: the ends with the given events, or with the work queued so far."""
+        layers = ((event, None) for event in self.layer_events)
+        for event, events in (*layers, (self.device_released, released), (self.host_ready, ready)):
             try:
-                event.fire()
+                event.fire(events)
             except Exception as error:
                 self.error = self.error or error
 
