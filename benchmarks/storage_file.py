@@ -12,7 +12,8 @@ memory, and check nothing.
 
 Other programs on the machine spoil the figures: dd needs one CPU for some milliseconds, the storage all of them. A turn
 begins once the CPUs have been idle for a moment (or after ``--patience`` seconds anyway); ``quiet_pairs`` tells how
-many did, and only these count where there are enough. ``cpu_us`` is the CPU time of each for a megabyte.
+many did, and only these count where there are enough. Run it with ``nice -n -20`` where none ever does. ``cpu_us`` is
+the CPU time of each for a megabyte.
 
 Run: python benchmarks/storage_file.py --directory DIR --output benchmarks/results/storage_file.json
 """
@@ -398,6 +399,7 @@ def main() -> None:
     result = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()},
         "load_average": os.getloadavg(),
+        "nice": os.nice(0),
         "against_dd": rows,
         "small_pages": small,
         "replacing": replacing,

@@ -1,6 +1,5 @@
 """Cutting pages into system calls."""
 
-import errno
 import os
 
 import pytest
@@ -29,25 +28,14 @@ def nothing(real):
     return real
 
 
-def without_nowait(real):
-    """A file system that cannot say what is in the page cache."""
-
-    def preadv(file, views, offset, flags=0):
-        if flags:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        return real(file, views, offset)
-
-    return preadv
-
-
 def a_little_at_a_time(real):
-    def preadv(file, views, offset, *flags):
-        return real(file, [views[0][:5000]], offset, *flags)
+    def preadv(file, views, offset):
+        return real(file, [views[0][:5000]], offset)
 
     return preadv
 
 
-@pytest.mark.parametrize("medium", [nothing, without_nowait, a_little_at_a_time])
+@pytest.mark.parametrize("medium", [nothing, a_little_at_a_time])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("sizes", [[20_000], [70_001], [300_000, 5, 3 << 20], [64 << 10] * 40])
 def test_pages_come_back_from_the_page_cache_and_from_the_disk(tmp_path, monkeypatch, medium, dropped, sizes):
