@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,17 @@ def test_command_answers_bad_input_in_one_line(arguments: tuple[str, ...], messa
     assert result.exit_code == 2
     assert message in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_help_tells_where_defaults_come_from() -> None:
+    # Brackets would be taken for markup, and vanish.
+    text = " ".join(re.sub(r"[^\w',.]+", " ", hicache("--help").output).split())
+    for default in (
+        "by default the config's, else bfloat16",
+        "by default the trace's mean, else 4096",
+        "as in the trace",
+    ):
+        assert default in text
 
 
 def test_command_refuses_a_config_that_is_no_json_object(tmp_path: Path) -> None:

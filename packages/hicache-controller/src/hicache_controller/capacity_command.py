@@ -36,14 +36,18 @@ def capacity(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads on this rank.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Values of a head.")] = None,
     latent_dim: Annotated[int | None, typer.Option(help="MLA, instead of heads: latent and rope values.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Type of the cache [the config's, else bfloat16].")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the cache; by default the config's, else bfloat16.")
+    ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; with --config.")] = 1,
     state: Annotated[str, typer.Option(help="One recurrent state of this rank, all layers.")] = "0",
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a typical prompt [the trace's mean, 4096].")
+        int | None, typer.Option(help="Tokens of a typical prompt; by default the trace's mean, else 4096.")
     ] = None,
-    requests_per_second: Annotated[float | None, typer.Option(help="Prompts that arrive [the trace's].")] = None,
+    requests_per_second: Annotated[
+        float | None, typer.Option(help="Prompts that arrive; by default as in the trace.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Trace to expect hits from, in the format of hicache replay.")
     ] = None,
