@@ -32,7 +32,7 @@ PAGE_SIZE, DEVICE_PAGES, HOST_PAGES, MAX_RUNNING, NEW_TOKENS = 16, 104, 128, 6, 
 class Request:
     """A request: its tokens, and where their keys and values lie."""
 
-    id: str
+    id: int
     tokens: list[int]
     output: list[int] = field(default_factory=list)
     computed: int = 0  # leading tokens whose keys and values are in the pool
@@ -75,9 +75,8 @@ class Engine:
 
     def __init__(self, model: Model, storage: Path | None) -> None:
         self.model, self.reuse = model, storage is not None
-        self.waiting: deque[Request] = deque()
+        self.waiting, self.retracted = deque[Request](), deque[Request]()
         self.running: list[Request] = []
-        self.retracted: deque[Request] = deque()
         self.counts = dict.fromkeys(("prompts", "L1", "L2", "L3", "computed", "retracted requests"), 0)
         # The engine's own buffers: hicache describes them where they are and allocates no device memory for them.
         shape = (DEVICE_PAGES * PAGE_SIZE, KV_HEADS, HEAD_DIM)
@@ -87,10 +86,8 @@ class Engine:
         self.host_pool = MHATokenToKVPoolHost(device_pool, 0, 0, PAGE_SIZE, pages=HOST_PAGES)
         # One allocator hands out device pages: to loads through the entry, to the engine through the tree.
         allocator = ExtentAllocator(DEVICE_PAGES, PAGE_SIZE)
-        entry = PoolEntry(
-            PoolName.KV, self.host_pool, device_pool, lambda layer: layer, True,
-            device_alloc_fn=allocator.alloc, device_free_fn=allocator.free,
-        )  # fmt: skip
+        entry = PoolEntry(PoolName.KV, self.host_pool, device_pool, lambda layer: layer, True)
+        entry.device_alloc_fn, entry.device_free_fn = allocator.alloc, allocator.free
         # Controller: orders transfers against compute. Tree: knows what is cached where.
         self.controller = Controller(HostPoolGroup([entry]))
         self.storage: FileStorage | None = None
@@ -112,11 +109,16 @@ class Engine:
         self.cache.poll()  # takes in finished transfers, without waiting for any
         self.controller.watch()
         self.restore()
-        if not self.retracted:  # whoever had to leave comes back before anyone new
-            self.admit()
         for request in list(self.running):
             while request in self.running and not self.grow(request):
                 self.retract(self.running[-1])
+        if not self.retracted:  # whoever had to leave comes back before anyone new
+            self.admit()
+        if not self.running:  # what waiting requests have pinned may be what is in the way
+            for request in self.waiting:
+                if request.prefetching is not None:
+                    self.cache.release(self.cache.finish_prefetch(request.prefetching))
+                    request.prefetching = None
         if self.running:
             self.compute()
         finished = [request for request in self.running if len(request.output) == NEW_TOKENS]
@@ -162,7 +164,7 @@ class Engine:
         """Take a request off the device: to the host with all it has, or where that has no room, back to the queue."""
         self.running.remove(request)
         worked = request.computed > request.match.pages * PAGE_SIZE
-        if worked and self.cache.retraction_backup(request.id, request.match, request.pages):
+        if worked and self.cache.retraction_backup(str(request.id), request.match, request.pages):
             self.counts["retracted requests"] += 1
             self.retracted.append(request)
         else:  # what of it was published is found again when its turn comes
@@ -172,7 +174,7 @@ class Engine:
 
     def restore(self) -> None:
         """Bring retracted requests back, half-filled last page and all, as far as there is room."""
-        while self.retracted and (restored := self.cache.retraction_restore(self.retracted[0].id)):
+        while self.retracted and (restored := self.cache.retraction_restore(str(self.retracted[0].id))):
             request = self.retracted.popleft()
             request.match, request.pages = restored.match, restored.pages
             self.running.append(request)
@@ -199,13 +201,12 @@ class Engine:
         new_rows = torch.cat([table[-count:] for table, count in zip(tables, counts, strict=True)])
         positions = [torch.arange(len(table), device=DEVICE)[-n:] for table, n in zip(tables, counts, strict=True)]
         tokens = [token for request, n in zip(batch, counts, strict=True) for token in request.tokens[-n:]]
-        layer_done = self.controller.layer_done_counter
-        layer_done.set_consumer([consumer for request in batch for consumer in request.match.consumers])
+        self.controller.layer_done_counter.set_consumer([load for each in batch for load in each.match.consumers])
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             # On a GPU the stream waits, not this thread, and later layers go on travelling while this one computes.
             # Raises if a load failed; a server would settle the matches then, and give shorter ones another pass.
-            layer_done.wait_until(layer)
+            self.controller.layer_done_counter.wait_until(layer)
             self.k[layer][new_rows], self.v[layer][new_rows] = k, v
             attended = []
             for query, at, table in zip(torch.split(q, counts), positions, tables, strict=True):
@@ -230,7 +231,7 @@ class Engine:
         self.cache.release(request.match)
 
     def keys(self, tokens: list[int]) -> SequenceKeys:
-        """Page keys of a sequence. Without cache there are none: then nothing matches and nothing is published."""
+        """Page keys of a sequence; none without cache, so that nothing matches and nothing is published."""
         return SequenceKeys(PAGE_SIZE, np.array(tokens if self.reuse else [], np.int64))
 
     def slots(self, request: Request) -> torch.Tensor:
@@ -264,13 +265,12 @@ def serve_chats(engine: Engine, chats: int = 8, turns: int = 3) -> tuple[list[li
     questions = random.integers(VOCABULARY, size=(chats, turns, 60)).tolist()
     said: list[list[int]] = [systems[number % 2] for number in range(chats)]
     for number in range(chats):
-        engine.submit(Request(str(number), said[number] + questions[number].pop()))
+        engine.submit(Request(number, said[number] + questions[number].pop()))
     while engine.waiting or engine.running or engine.retracted:
         for request in engine.step():
-            number = int(request.id)
-            said[number] = request.tokens
-            if questions[number]:
-                engine.submit(Request(request.id, request.tokens + questions[number].pop()))
+            said[request.id] = request.tokens
+            if questions[request.id]:
+                engine.submit(Request(request.id, request.tokens + questions[request.id].pop()))
     return said, time.perf_counter() - begin
 
 
