@@ -126,3 +126,8 @@ def test_build_without_a_compiler_names_it_and_exits_1(
 def test_architectures_of_one_device_type_share_a_library() -> None:
     groups = group_archs(["sm_90", "gfx942", "sm_80", "gfx90a", "sm_80"])
     assert groups == {"cuda": ("sm_80", "sm_90"), "rocm": ("gfx90a", "gfx942")}
+
+
+def test_help_of_build_tells_how_many_builds_run_at_a_time(runner: CliRunner) -> None:
+    # In brackets it would be taken for markup, and vanish.
+    assert "by default one a processor" in " ".join(runner.invoke(app, ["build", "--help"]).output.split())

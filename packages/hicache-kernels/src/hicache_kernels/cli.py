@@ -34,7 +34,7 @@ def build(
     ] = "cpu,sm_80,sm_90,sm_100,sm_120",
     out: Annotated[Path, typer.Option(help="Directory of the libraries.")] = Path("prebuilt"),
     module: Annotated[list[str] | None, typer.Option(help="Only this module; may be repeated.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Builds at a time [default: processors].")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Builds at a time; by default one a processor.")] = None,
 ) -> None:
     """Build modules ahead of time, one library a module and device type."""
     wanted = module or list(MODULE_NAMES)
