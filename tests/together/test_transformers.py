@@ -332,6 +332,39 @@ def test_a_prompt_longer_than_the_device_tier_is_cached_in_part() -> None:
             fam.check(cache)
 
 
+def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_part(tmp_path: Path) -> None:
+    model = fam.make_model("llama", seed=7)
+    page = 2 * 2 * 8 * 4 * 3 * fam.PAGE
+    prompt = fam.random_tokens(100)
+    with open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, prompt, 96)
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    with open_cache(model, storage=tmp_path, l1_gb=6.5 * page / 1e9) as cache, cache.session(prompt) as past:
+        assert past.hits[0] == Hit(48, storage=48)
+        output = model.generate(prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "mistral"], indirect=True)
+def test_what_was_cropped_and_computed_otherwise_is_not_served(model: Any) -> None:
+    prompt, other = fam.random_tokens(40), fam.random_tokens(20)
+    with open_cache(model) as cache:
+        with cache.session(prompt, checkpoints=[16, 32]) as past:
+            fam.forward(model, prompt, past)
+            past.crop(-16)
+            fam.forward(model, other, past)
+        turned = torch.cat([prompt[:, :24], other], 1)
+        for tokens, cached in ((prompt[:, :36], 24), (turned[:, :38], 32), (turned, 40)):
+            with contextlib.suppress(LeftError), cache.session(tokens, checkpoints=()) as past:
+                # The window saved at 32 was that of the old tokens; what is served is the one saved at 40, cut.
+                assert past.cached_tokens == cached
+                logits = fam.forward(model, tokens[:, past.cached_tokens :], past)
+                fresh = fam.forward(model, tokens, fam.DynamicCache(config=model.config))
+                torch.testing.assert_close(logits, fresh[:, -logits.shape[1] :])
+                raise LeftError
+        fam.check(cache)
+
+
 def test_prompt_lookup_decoding_crops_the_cache_and_keeps_the_right_tokens() -> None:
     model = fam.make_model("llama", seed=8)
     prompt = fam.random_tokens(12).repeat(1, 4)

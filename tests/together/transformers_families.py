@@ -76,6 +76,19 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "mamba_chunk_size": 16,
         },
     ),
+    "bamba": (
+        "bamba",
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+        },
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         "DeepseekV32Config",
@@ -102,7 +115,7 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 """Module, configuration, model and options by family: full, grouped, all windows, some windows, states and indexers."""
 
-RECURRENT = ("qwen3_next", "falcon_h1")
+RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 WINDOWED = ("mistral", "gemma3", *RECURRENT)
 
 

@@ -29,7 +29,9 @@ def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -
     """
     tree = tiers.tree
     keys = [SequenceKeys(tiers.page_size, row.tokens, namespace=namespace) for row in rows]
-    usable = [(row.length - 1) // tiers.page_size for row in rows]
+    # A node that is larger than the device cannot be loaded at all; matches cut it where the device ends.
+    room = tree.device_allocator.page_num
+    usable = [min((row.length - 1) // tiers.page_size, room) for row in rows]
     if tiers.windowed and len({row.pad for row in rows}) > 1:
         # Windows and states exist at page boundaries alone, and there is no column where every sequence has one.
         usable = [0] * len(rows)
