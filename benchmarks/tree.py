@@ -6,6 +6,7 @@ With the path of a conversation trace as argument, the whole trace is replayed a
 
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
@@ -17,11 +18,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from hicache_controller.controller import HiCacheController
 from hicache_controller.hashing import page_hashes
+from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.replay import Replay, ReplayOptions
-from hicache_controller.trace import make_trace, read_trace
-from hicache_controller.tree import UnifiedRadixCache
+from hicache_controller.trace import TraceRequest, make_trace, read_trace
+from hicache_controller.tree import UnifiedRadixCache, WindowComponent
 from hicache_pools import ExtentAllocator, HostPoolGroup, NullPoolHost, PoolEntry
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,19 +36,23 @@ LIMIT_BYTES = 200.0
 LIMIT_REQUESTS = 1000.0
 
 
-def make_tree(pages: int, slots: int = 1) -> UnifiedRadixCache:
-    """A tree over a device and a host pool of so many pages, without bytes."""
-    allocator = ExtentAllocator(pages, slots)
-    entry = PoolEntry(
-        "kv",
-        NullPoolHost(pages, slots),
-        None,
-        lambda layer: layer,
-        device_alloc_fn=allocator.alloc,
-        device_free_fn=allocator.free,
-    )
-    controller = HiCacheController(HostPoolGroup([entry]), synchronous=True)
-    return UnifiedRadixCache(controller, allocator, page_size=slots)
+def make_tree(pages: int, slots: int = 1, *, states: bool = False) -> UnifiedRadixCache:
+    """A tree over a device and a host pool of so many pages, without bytes; on request with a pool of states."""
+    allocators = {"kv": ExtentAllocator(pages, slots)} | ({"mamba": ExtentAllocator(pages, 1)} if states else {})
+    entries = [
+        PoolEntry(
+            name,
+            NullPoolHost(pages, slots if name == "kv" else 1),
+            None,
+            lambda layer: layer,
+            device_alloc_fn=allocator.alloc,
+            device_free_fn=allocator.free,
+        )
+        for name, allocator in allocators.items()
+    ]
+    controller = HybridCacheController(HostPoolGroup(entries), synchronous=True)
+    components = [WindowComponent.recurrent_state()] if states else []
+    return UnifiedRadixCache(controller, allocators["kv"], page_size=slots, components=components)
 
 
 def serve(tree: UnifiedRadixCache, keys: list[bytes]) -> tuple[float, float]:
@@ -57,7 +62,8 @@ def serve(tree: UnifiedRadixCache, keys: list[bytes]) -> tuple[float, float]:
     middle = time.perf_counter()
     pages = tree.alloc_device(len(keys) - match.pages)
     assert pages is not None
-    result = tree.insert(match, pages)
+    windows = {name: tree.alloc_window(name, 1) for name in tree.windows} if len(pages) else None
+    result = tree.insert(match, pages, windows=windows)
     tree.release(result.match)
     tree.poll()
     end = time.perf_counter()
@@ -112,12 +118,16 @@ def against_size(tokens: int) -> dict[str, float]:
     }
 
 
-def memory(pages_a_block: int) -> dict[str, float]:
-    """Bytes a page on device and host, of all that was allocated while chats filled the tree, allocators included."""
-    requests = make_trace(3000)
+def memory(requests: list[TraceRequest], pages_a_block: int, *, states: bool = False) -> dict[str, float]:
+    """Bytes a page on device and host, of all that was allocated while chats filled the tree, allocators included.
+
+    With ``states``, each request also keeps a recurrent state at its end; that is a page of its pool and counts as one.
+    """
     size = pages_a_block * PAGE_TOKENS
     keys = [page_hashes(np.repeat(np.array(request.blocks), size), PAGE_TOKENS) for request in requests]
-    tree = make_tree(sum(map(len, keys)))
+    tree = make_tree(sum(map(len, keys)), states=states)
+    serve(tree, [bytes(16)])  # whatever is made once
+    tree.reset()
     gc.collect()
     tracemalloc.start()
     for each in keys:
@@ -127,9 +137,11 @@ def memory(pages_a_block: int) -> dict[str, float]:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     stats = tree.stats()
+    kept = sum(tree.window_stats(name).device_pages for name in tree.windows)
     return {
-        "bytes_a_page": used / stats.device_pages,
+        "bytes_a_page": used / (stats.device_pages + kept),
         "pages": stats.device_pages,
+        "states": kept,
         "pages_a_node": stats.device_pages / stats.nodes,
     }
 
@@ -139,8 +151,15 @@ def replay(path: Path) -> dict[str, float]:
     requests = read_trace(path)
     options = ReplayOptions(page_size=512, block_tokens=512, l1_pages=4000, l2_pages=20_000, data=False)
     with Replay(requests, options) as run:
+        begin = time.process_time()
         report = run.run()
-    return {"requests": report.requests, "requests_a_second": report.requests / report.seconds, "hits": report.hits}
+        used = time.process_time() - begin
+    return {
+        "requests": report.requests,
+        "requests_a_second": report.requests / report.seconds,
+        "requests_a_processor_second": report.requests / used,
+        "hits": report.hits,
+    }
 
 
 def draw(curve: list[dict[str, float]]) -> None:
@@ -159,15 +178,28 @@ def draw(curve: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    results: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
+    results: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }
     results["long_prompt"] = prompt = long_prompt()
     print(f"32768 tokens, half cached: {prompt['median_ms']:.3f} ms (limit {LIMIT_MILLISECONDS})")
     results["memory"] = []
-    for pages_a_block in (8, 1):
-        used = memory(pages_a_block)
+    chats = make_trace(3000)
+    shapes = [
+        ("chats, 8 pages a block", chats, 8, False),
+        ("chats, a page a block", chats, 1, False),
+        ("chats, a page a block, a state a request", chats, 1, True),
+    ]
+    if len(sys.argv) > 1:
+        shapes.insert(2, ("the trace, a page a block", read_trace(Path(sys.argv[1])), 1, False))
+    for name, requests, pages_a_block, states in shapes:
+        used = {"shape": name, **memory(requests, pages_a_block, states=states)}
         results["memory"].append(used)
         print(
-            f"memory: {used['bytes_a_page']:.0f} bytes a page at {used['pages_a_node']:.1f} pages a node "
+            f"memory, {name}: {used['bytes_a_page']:.0f} bytes a page at {used['pages_a_node']:.1f} pages a node "
             f"(limit {LIMIT_BYTES:.0f})"
         )
     results["against_size"] = curve = []
@@ -180,7 +212,10 @@ def main() -> None:
         )
     if len(sys.argv) > 1:
         results["replay"] = replayed = replay(Path(sys.argv[1]))
-        print(f"replay: {replayed['requests_a_second']:.0f} requests a second (limit {LIMIT_REQUESTS:.0f})")
+        print(
+            f"replay: {replayed['requests_a_second']:.0f} requests a second (limit {LIMIT_REQUESTS:.0f}), "
+            f"{replayed['requests_a_processor_second']:.0f} a second of processor time"
+        )
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "tree.json").write_text(json.dumps(results, indent=2) + "\n")
     draw(curve)

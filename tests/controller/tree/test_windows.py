@@ -164,6 +164,25 @@ def test_prefix_with_its_state_comes_back_from_storage(make_model: MakeModel, me
     model.empty()
 
 
+def test_windows_that_never_left_the_device_follow_their_attention_into_storage(
+    make_model: MakeModel, memory_storage: MemoryStorage
+) -> None:
+    model = make_model(windows=(8, 8), states=(8, 8), storage=memory_storage, write_policy=WritePolicy.WRITE_BACK)
+    model.serve((1, 2, 3))
+    model.serve((1, 2, 3, 4, 5))
+    for _ in range(2):
+        # The leaf first; its parent has a host part by then.
+        model.cache.evict_device(1)
+        model.cache.drain()
+    assert model.cache.window_stats("swa").device_pages == 4
+    model.cache.evict_host(100)
+    assert model.cache.stats() == (0, 0, 0)
+    assert model.serve((1, 2, 3, 4, 5)) == 5
+    model.empty()
+    assert model.serve((1, 2, 3)) == 3
+    model.empty()
+
+
 def test_storage_without_the_state_is_a_miss(make_model: MakeModel, memory_storage: MemoryStorage) -> None:
     model = make_model(states=(8, 8), storage=memory_storage)
     model.serve((1, 2, 3))

@@ -10,8 +10,12 @@ module                    holds
 ``queue``                 what waits for eviction
 ``structure``             the tree itself: cutting, joining, locking
 ``eviction``              what leaves a tier, and the room that makes
-``transfers``             writes, loads and backups
+``reclaim``               allocations of the engine that make the tree evict
+``backups``               what is stored, once and again
+``presence``              what is known to be in storage
+``transfers``             writes and loads
 ``loading``               prefetch and load-back
+``references``            locks and cuts of single nodes
 ``cache``                 what an engine calls
 ``retraction``            requests taken off the device
 ``drafts``                registering a draft model's pools

@@ -16,15 +16,15 @@ from . import integrity
 from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
-from .loading import TreeLoads
 from .node import NO_PAGES, Pages, TreeNode, unpack
 from .policies import EvictionStrategy, Quota, WritePolicy
+from .references import TreeReferences
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
 from .structure import PageAllocator
 
 
-class UnifiedRadixCache(TreeLoads):
+class UnifiedRadixCache(TreeReferences):
     """Prefix tree over the device pool, the host pool and storage.
 
     Keys are chained page hashes (:class:`SequenceKeys`), so equal keys at one place mean an equal prefix, namespace
@@ -446,5 +446,6 @@ class UnifiedRadixCache(TreeLoads):
         self._timed.clear()
         self._pinned.clear()
         self._to_store.clear()
+        self._references.clear()
         for books in self._books:
             books.device_pages = books.host_pages = 0

@@ -85,8 +85,11 @@ class TreeEviction(TreeStructure, ABC):
                 continue
             self._evicted_value = node.value
             if node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
-                freed += node.pages
-                self._drop_device(node)
+                self._save_windows(node)
+                # Saving may have waited for a load above it that failed, and took the node off the device.
+                if node.device is not None:
+                    freed += node.pages
+                    self._drop_device(node)
             elif self._ensure_host(node):
                 # Its new host part must outlast the device part, or saving one node could undo another's.
                 node.host_lock += 1
@@ -100,6 +103,12 @@ class TreeEviction(TreeStructure, ABC):
                 freed += node.pages
                 self._drop_device(node)
         return freed + self._finish_saving(saving)
+
+    def _save_windows(self, node: TreeNode) -> None:
+        """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
+        if self.write_policy is WritePolicy.WRITE_BACK:
+            for part in node.windows:
+                self._write_window(part)
 
     def _let_device_go(self) -> bool:
         """Let writes under way go on without their device parts; True where there were any that held one.
@@ -116,6 +125,8 @@ class TreeEviction(TreeStructure, ABC):
 
     def _finish_saving(self, saving: list[TreeNode]) -> int:
         """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+        for node in saving:
+            self._save_windows(node)
         if saving:
             self._let_device_go()
         freed = 0
