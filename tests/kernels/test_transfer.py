@@ -434,3 +434,23 @@ def test_operations_of_one_shape_are_planned_once(pools, monkeypatch):
     transfer.write_back(pool.slots([0, 1]), pool.slots([0, 1]), policy="direct")
     transfer.load(pool.slots([0, 1]), pool.slots([0, 1]))
     assert len(planned) == 4
+
+
+@pytest.mark.parametrize("policy", ["staged", "direct", "reference"])
+def test_a_default_device_of_the_engine_changes_nothing(pools, compiled, policy):
+    """On the device ``meta`` nothing has bytes: whatever is made there by mistake is an error."""
+    pool = pools.random_pool("page_first", (256, 64), pages=12, page_size=4)
+    host, slots = pool.slots([3, 4, 5, 1]), pool.slots([0, 11, 2, 7])
+
+    def under(call):
+        def called(*arguments, **options):
+            with torch.device("meta"):
+                return call(*arguments, **options)
+
+        return called
+
+    with torch.device("meta"):
+        transfer = PlaneTransfer(pool.planes, policy=policy, ring=StagingRing("cpu", pages=2))
+    pool.check_write_back(host, slots, under(transfer.write_back), now)
+    pool.check_load(host, slots, under(transfer.load), now)
+    pool.check_load(host, slots, under(transfer.load), now, layer=2)

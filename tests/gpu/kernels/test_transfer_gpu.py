@@ -1,5 +1,6 @@
 """Transfers on a GPU, bit for bit against the reference, and the order they keep across streams."""
 
+import functools
 import random
 import threading
 
@@ -411,3 +412,37 @@ def test_addresses_beyond_4_gib_on_both_sides(pools, gpu):
         tensor[device.to(gpu)] = 0
         PlaneTransfer(planes, policy=policy).load(host, device)
         assert torch.equal(tensor[device.to(gpu)].cpu(), content)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_every_device_serves_its_own_rows_whatever_device_is_current(pools, gpu, policy):
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        pool = pools.random_pool("page_first_direct", (256, 64), layers=5, pages=40, page_size=4, device=device)
+        transfer, done = PlaneTransfer(pool.planes, policy=policy), functools.partial(torch.cuda.synchronize, device)
+        for current in range(torch.cuda.device_count()):
+            with torch.cuda.device(current):
+                host, slots = pool.slots(torch.randperm(40)[:30]), pool.slots(torch.randperm(41)[:30])
+                pool.check_write_back(host, slots, transfer.write_back, done)
+                pool.check_load(host, slots.to(device), transfer.load, done)
+                for layer in (0, 4):
+                    pool.check_load(host, slots, transfer.load, done, layer=layer)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_a_default_device_of_the_engine_changes_nothing(pools, gpu, policy):
+    pool = pools.random_pool("page_first", (256, 64), layers=5, pages=40, page_size=4, device=gpu)
+    host, slots = pool.slots(torch.randperm(40)[:30]), pool.slots(torch.randperm(41)[:30])
+
+    def under(call):
+        def called(*arguments, **options):
+            with torch.device(gpu):
+                return call(*arguments, **options)
+
+        return called
+
+    with torch.device(gpu):
+        transfer = PlaneTransfer(pool.planes, policy=policy, ring=StagingRing(gpu, pages=8))
+    pool.check_write_back(host, slots, under(transfer.write_back), wait)
+    pool.check_load(host, slots, under(transfer.load), wait, layer_events=True)
+    pool.check_load(host, slots, under(transfer.load), wait, layer=2)

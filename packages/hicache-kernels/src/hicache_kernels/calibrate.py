@@ -222,7 +222,7 @@ class _Probe:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._host = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._rows = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
         self._ring = StagingRing(device, budget_bytes=2 * BUFFER_BYTES)
         self._stream = torch.cuda.current_stream(device)
@@ -268,7 +268,7 @@ class _Probe:
         call = transfer.write_back
         if direction is Direction.LOAD:
             call = functools.partial(transfer.load, layer_events=True)
-        pages = torch.arange(transfer.planes[0].host.pages)
+        pages = torch.arange(transfer.planes[0].host.pages, device="cpu")
 
         def timing(chosen: torch.Tensor) -> _Timing:
             on_device = chosen.to(self._device)
@@ -279,7 +279,7 @@ class _Probe:
     def _marginal_layers(self, width: int, keep: Callable[[torch.Tensor], torch.Tensor]) -> _Timing:
         """Time staged loads of some of many layers, so that pages lie as far apart as those of a model do."""
         transfer = self._transfer(width, LAYERS)
-        pages = torch.arange(transfer.planes[0].host.pages)
+        pages = torch.arange(transfer.planes[0].host.pages, device="cpu")
 
         def timing(chosen: torch.Tensor) -> _Timing:
             on_device = chosen.to(self._device)
@@ -354,7 +354,7 @@ class _Probe:
     def launch_seconds(self) -> float:
         """Measure what one more kernel of a direct load costs: a load in parts against the same in one."""
         transfer = self._transfer(ROW_BYTES, 1)
-        pages = torch.arange(transfer.planes[0].host.pages)
+        pages = torch.arange(transfer.planes[0].host.pages, device="cpu")
         on_device = pages.to(self._device)
 
         def load(parts: int) -> None:
@@ -367,7 +367,7 @@ class _Probe:
     def relayout_bytes_per_second(self) -> float:
         """Measure the re-layout kernel: device rows are released when it is done."""
         transfer = self._transfer(ROW_BYTES, LAYERS)
-        pages = torch.arange(transfer.planes[0].host.pages)
+        pages = torch.arange(transfer.planes[0].host.pages, device="cpu")
         on_device = pages.to(self._device)
         timing = self._time(lambda: transfer.write_back(pages, on_device, policy="staged"), until_released=True)
         return BUFFER_BYTES / _sane(timing.seconds, BUFFER_BYTES / H200.relayout_bytes_per_second)

@@ -173,7 +173,7 @@ def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
                 host = side.base + layer * side.layer + row * plane.row_bytes
                 base = rows.bases[layer * rows.rows_per_layer + row]
                 table.append([base, host, plane.row_bytes, slot, side.slot, side.page])
-    return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
+    return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class StagedMover:
         self._lines = _row_lines(planes)
         self._lines_per_layer = sum(plane.device.rows_per_layer for plane in planes)
         self._ring = ring
-        self._boundaries = tvm_ffi.from_dlpack(torch.tensor(sorted(boundaries), dtype=torch.int64))
+        self._boundaries = tvm_ffi.from_dlpack(torch.tensor(sorted(boundaries), dtype=torch.int64, device="cpu"))
         self._blocks = blocks
         self._page_size = planes[0].host.page_size
         self._page_bytes = sum(plane.element_bytes for plane in planes) * self._page_size

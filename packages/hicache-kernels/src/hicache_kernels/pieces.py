@@ -192,5 +192,5 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
                 placed["slots"] if piece.slots.count > 1 else host.slot,
             )
         start += piece.page_bytes * chunk_pages
-    pieces = torch.tensor(table, dtype=torch.int64).reshape(-1, PIECE_FIELDS)
+    pieces = torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, PIECE_FIELDS)
     return StagingLayout(pieces, tuple(strides[index] for index in range(len(planes))), start)

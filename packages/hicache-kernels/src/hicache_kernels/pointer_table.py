@@ -73,7 +73,7 @@ def pointer_table(tensors: Sequence[torch.Tensor], *, device: torch.device | str
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"tensors lie on {sorted(map(str, devices))}; a pointer table takes tensors of one device")
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64, device="cpu")
     table = addresses.to(tensors[0].device if device is None else device)
     _LAYERS[table.untyped_storage()] = Layers.of(tensors)
     return table

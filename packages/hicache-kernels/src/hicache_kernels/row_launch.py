@@ -92,7 +92,7 @@ def move_rows(
     indices = _same_width(source_indices, destination_indices, device)
     blocks = block_quota or default_blocks(destination, source)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    module.move_rows(torch.tensor(fields, dtype=torch.int64), *indices, blocks, THREADS, 0, stream)
+    module.move_rows(torch.tensor(fields, dtype=torch.int64, device="cpu"), *indices, blocks, THREADS, 0, stream)
 
 
 def _same_width(
@@ -135,7 +135,7 @@ def stage_pages(
     keep: list[torch.Tensor] = []
     groups, pieces = [], []
     slot_bytes = source[0].layer_count * source[0].row_bytes
-    offsets = torch.arange(0, slot_bytes, source[0].row_bytes, dtype=torch.int64).to(device)
+    offsets = torch.arange(0, slot_bytes, source[0].row_bytes, dtype=torch.int64, device="cpu").to(device)
     for to, of, buffer in zip(destination, source, staging, strict=True):
         staged = [offsets.data_ptr(), buffer.data_ptr(), 1, slot_bytes, 0]
         word = word_bytes(of.alignment, buffer.data_ptr())
@@ -146,12 +146,12 @@ def stage_pages(
     streams = _Streams(device, buffers)
     half = chunk_pages * page_size * slot_bytes
     module.write_back(
-        torch.tensor(pieces, dtype=torch.int64),
-        torch.tensor(groups, dtype=torch.int64),
+        torch.tensor(pieces, dtype=torch.int64, device="cpu"),
+        torch.tensor(groups, dtype=torch.int64, device="cpu"),
         pages,
         slots,
-        torch.tensor([[half * i, *streams.events(i)] for i in range(buffers)], dtype=torch.int64),
-        torch.empty(0, dtype=torch.int64),
+        torch.tensor([[half * i, *streams.events(i)] for i in range(buffers)], dtype=torch.int64, device="cpu"),
+        torch.empty(0, dtype=torch.int64, device="cpu"),
         page_size,
         chunk_pages,
         0,

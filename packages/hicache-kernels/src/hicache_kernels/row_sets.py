@@ -213,7 +213,7 @@ def check_pages(name: str, indices: torch.Tensor, page_size: int) -> None:
         Naming the indices.
     """
     pages = indices.view(-1, page_size)
-    expected = pages[:, :1] + torch.arange(page_size, dtype=indices.dtype)
+    expected = pages[:, :1] + torch.arange(page_size, dtype=indices.dtype, device="cpu")
     if not torch.equal(pages, expected) or bool((pages[:, 0] % page_size != 0).any()):
         raise ValueError(f"{name} must name whole pages of {page_size} slots, each aligned and in order")
 

@@ -71,7 +71,7 @@ def describe(groups: Sequence[RowGroup]) -> torch.Tensor:
         for space in (group.source, group.destination):
             row += [space.bases, space.base, space.block, space.block_stride, space.slot_stride]
         table.append([*row, group.rows, group.row_bytes, group.inner, group.vector_bytes])
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, GROUP_FIELDS)
+    return torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, GROUP_FIELDS)
 
 
 def widest_vector(values: Sequence[int]) -> int:
@@ -212,7 +212,7 @@ def build_tables(
         counts.append(len(device_bases) // layers)
         starts.append((len(table), len(table) + len(device_bases)))
         table += device_bases + other_bases
-    uploaded = _upload(torch.tensor(table, dtype=torch.int64), planes[0].device.device)
+    uploaded = _upload(torch.tensor(table, dtype=torch.int64, device="cpu"), planes[0].device.device)
     address = uploaded.data_ptr()
     keys = list(members)
     return RowTables(

@@ -48,7 +48,7 @@ class StagingLane:
         self.stream: torch.cuda.Stream | None = None
         self.buffer_bytes = 0
         self.fence = 0
-        self.table = tvm_ffi.from_dlpack(torch.empty((0, 3), dtype=torch.int64))
+        self.table = tvm_ffi.from_dlpack(torch.empty((0, 3), dtype=torch.int64, device="cpu"))
         self._buffers = 0
         self._lane_bytes = lane_bytes
         self._chunk_bytes = min(chunk_bytes, max(ALIGNMENT, lane_bytes // 2))
@@ -114,7 +114,7 @@ class StagingLane:
                 row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
         self.buffer_bytes = buffer_bytes
         self._buffers = count
-        self.table = tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64))
+        self.table = tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64, device="cpu"))
         self.cursor = 0
 
 
