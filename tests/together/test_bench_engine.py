@@ -62,6 +62,7 @@ def test_report_holds_exact_bytes_and_the_ratios_of_its_times(tmp_path: Path) ->
         assert row["load_bytes"] == prefix * token_bytes
         assert row["load_path"] in ("direct", "staged", "reference")
         assert row["load_seconds"] > 0
+        assert row["fetch_seconds"] > 0
         assert all(row[name] > 0 for name in ("prefill", "l1", "l2", "l3", "copy"))
         assert row["l2_over_bound"] == pytest.approx(row["l2"] / max(row["copy"], row["l1"]))
         assert row["prefill_over_l2"] == pytest.approx(row["prefill"] / row["l2"])
@@ -134,6 +135,7 @@ def test_storage_directory_is_empty_of_pages_afterwards(shape: ModelShape, tmp_p
         (("--tiers", "l2,l4"), "tiers has 'l4'"),
         (("--repeats", "0"), "repeats is 0"),
         (("--page-size", "0"), "page_size is 0"),
+        (("--storage-threads", "0"), "storage_threads is 0"),
         (("--heads", "7"), "heads is 7"),
         (("--head-dim", "31"), "head_dim is 31"),
         (("--layers", "0"), "layers is 0"),

@@ -58,6 +58,7 @@ def engine(
     storage_dir: Annotated[
         Path | None, typer.Option(help="Directory for L3, left as it was; by default a temporary one.")
     ] = None,
+    storage_threads: Annotated[int | None, typer.Option(help="Threads that move the pages of L3.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the times into this picture.")] = None,
 ) -> None:
@@ -93,6 +94,7 @@ def engine(
             repeats=repeats,
             chunk=chunk,
             storage=storage_dir,
+            storage_threads=storage_threads,
         )
         update: Callable[[str], None] = status.update
         with EngineBench(options) as bench:

@@ -55,8 +55,8 @@ class EngineOptions:
         Measured repetitions, of which the median counts.
     chunk
         Most tokens one forward pass of a re-prefill computes; None for no limit.
-    storage
-        Directory for L3; None for a temporary one.
+    storage, storage_threads
+        Directory for L3; None for a temporary one. Threads that move its pages; None for the storage's default.
     """
 
     shape: ModelShape
@@ -69,9 +69,10 @@ class EngineOptions:
     repeats: int = 5
     chunk: int | None = None
     storage: Path | None = None
+    storage_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tail", "repeats", "page_size", "chunk"):
+        for name in ("tail", "repeats", "page_size", "chunk", "storage_threads"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
@@ -100,6 +101,8 @@ class PromptTimes:
     load_bytes, load_seconds, load_path
         Bytes that one load moves from the host to the device, the mean time that takes it on the device's clock, and
         the way it goes.
+    fetch_seconds
+        Mean time that the pages of one prompt take from files to the host.
     copy
         A plain copy of as many bytes from one block of pinned memory (CPU: of plain memory).
     """
@@ -114,6 +117,7 @@ class PromptTimes:
     load_bytes: int = 0
     load_seconds: float | None = None
     load_path: str = ""
+    fetch_seconds: float | None = None
     copy: float | None = None
 
     @property
@@ -134,10 +138,11 @@ class PromptTimes:
 
 @dataclass
 class _Loads:
-    """Bytes by path, and seconds, of loads."""
+    """Bytes by path, and seconds, of loads; and seconds of fetching from storage."""
 
     bytes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    fetching: float = 0.0
 
     @property
     def total(self) -> int:
@@ -147,7 +152,9 @@ class _Loads:
         """Mean of what came since, over so many loads."""
         moved = self.bytes - before.bytes
         return _Loads(
-            Counter({path: size // runs for path, size in moved.items()}), (self.seconds - before.seconds) / runs
+            Counter({path: size // runs for path, size in moved.items()}),
+            (self.seconds - before.seconds) / runs,
+            (self.fetching - before.fetching) / runs,
         )
 
 
@@ -191,7 +198,7 @@ class EngineBench:
         self.storage: FileStorage | None = None
 
         def open_storage(fingerprint: Fingerprint) -> FileStorage:
-            self.storage = FileStorage(directory, fingerprint=fingerprint)
+            self.storage = FileStorage(directory, fingerprint=fingerprint, threads=options.storage_threads)
             return self.storage
 
         room = max(_ROOM * max(options.prompts) * options.shape.token_bytes(options.dtype), _LEAST_BYTES) / 1e9
@@ -253,20 +260,20 @@ class EngineBench:
 
         times: dict[str, float] = {}
         logits: dict[str, torch.Tensor] = {}
-        load = _Loads()
+        moved: dict[str, _Loads] = {}
         for tier in ("l1", *(tier for tier in options.tiers if tier != "l1")):
             progress(f"{length} tokens: from {tier.upper()}")
             before = self._loaded()
             times[tier], logits[tier] = self._repeat(
                 partial(self._continue, prompt, tier, prefix), before=partial(self._leave_in, tier)
             )
-            if tier == "l2":
-                self.cache.flush()
-                load = self._loaded().since(before, self._runs)
+            self.cache.flush()
+            moved[tier] = self._loaded().since(before, self._runs)
         for tier, found in logits.items():
             if not torch.equal(found, logits["l1"]):
                 raise BenchError(f"the logits from {tier} differ from those of the prefix in L1, for {length} tokens")
         progress(f"{length} tokens: the rest")
+        load = moved.get("l2", _Loads())
         copy = self._plain_copy(load.total) if load.total else None
         offloaded = self._offloaded(prompt, prefix) if self.device.type == "cuda" else None
         return PromptTimes(
@@ -280,6 +287,7 @@ class EngineBench:
             load_bytes=load.total,
             load_seconds=load.seconds or None,
             load_path="+".join(sorted(load.bytes)),
+            fetch_seconds=moved["l3"].fetching if "l3" in moved else None,
             copy=copy,
         )
 
@@ -404,6 +412,9 @@ class EngineBench:
         for labels, times in metrics.histograms.get("transfer_seconds", {}).items():
             if ("direction", "load") in labels:
                 loads.seconds += times.sum
+        for labels, times in metrics.histograms.get("storage_seconds", {}).items():
+            if ("operation", "prefetch") in labels:
+                loads.fetching += times.sum
         return loads
 
     def _synchronize(self) -> None:

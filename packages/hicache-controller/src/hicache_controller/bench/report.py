@@ -119,27 +119,21 @@ def show(report: EngineReport, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    names = [name for name, *_ in _SERIES if any(getattr(row, name) is not None for row in report.times)]
+    timed = [name for name, *_ in _SERIES if name != "copy"]
+    names = [name for name in timed if any(getattr(row, name) is not None for row in report.times)]
     heads = [name.upper() if name[0] == "l" else _HEADS.get(name, name) for name in names]
-    table = Table(
-        *(Column(head, justify="right") for head in ("prompt", "left", *heads, "MB", "load itself")),
-        title="time to first token in ms, medians",
-    )
+    times = _table("time to first token, ms", "prompt", "left", *heads)
+    moved = _table("what moved, and how long that takes, ms", "prompt", "MB", "way", "load", "plain copy", "from files")
     for row in report.times:
-        table.add_row(
-            str(row.prompt), str(row.computed), *(_milliseconds(getattr(row, name)) for name in names),
-            f"{row.load_bytes / 1e6:.1f}",
-            f"{row.load_path} {_milliseconds(row.load_seconds)}".strip(),
-        )  # fmt: skip
-    console.print(table)
-    ratios = Table(
-        *(Column(name, justify="right") for name in ("prompt", *(target.what for target in TARGETS))), title="ratios"
-    )
+        times.add_row(str(row.prompt), str(row.computed), *(_milliseconds(getattr(row, name)) for name in names))
+        took = (row.load_seconds, row.copy, row.fetch_seconds)
+        moved.add_row(str(row.prompt), f"{row.load_bytes / 1e6:.1f}", row.load_path, *map(_milliseconds, took))
+    ratios = _table("ratios", "prompt", *(target.what for target in TARGETS))
     for row in report.times:
         ratios.add_row(str(row.prompt), *(_ratio(getattr(row, target.name)) for target in TARGETS))
     ratios.add_section()
     ratios.add_row("aim", *(f"{'>=' if target.at_least else '<='} {target.limit:g}" for target in TARGETS))
-    console.print(ratios)
+    console.print(times, moved, ratios)
 
 
 def plot(report: EngineReport, path: Path) -> None:
@@ -171,6 +165,10 @@ def plot(report: EngineReport, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
+
+
+def _table(title: str, *heads: str) -> Table:
+    return Table(*(Column(head, justify="right") for head in heads), title=title)
 
 
 def _milliseconds(value: float | None) -> str:
