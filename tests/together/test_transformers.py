@@ -24,6 +24,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, D
 from hicache_controller import Namespace
 from hicache_controller.integrations.transformers import HiCache, Hit, UnsupportedError, _requirements, matching
 from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
+from hicache_controller.integrations.transformers.rows import copy_rows
 
 
 def _families() -> ModuleType:
@@ -252,8 +253,10 @@ def test_a_batch_of_windows_and_states_continues_where_every_sequence_can(model:
                 output = model.generate(prompts, past_key_values=past, max_new_tokens=4, do_sample=False)
             if prompts is ids:
                 assert torch.equal(output, expected)
-        padded = torch.nn.functional.pad(ids[:1], (3, 0))
-        both = torch.cat([padded, fam.random_tokens(43)])
+        longer = fam.random_tokens(43)
+        with cache.session(longer, checkpoints=[16, 32]) as past:
+            fam.forward(model, longer[:, past.get_seq_length() :], past)
+        both = torch.cat([torch.nn.functional.pad(ids[:1], (3, 0)), longer])
         shown = torch.ones_like(both)
         shown[0, :3] = 0
         with cache.session(both, attention_mask=shown, checkpoints=()) as past:
@@ -469,6 +472,18 @@ def test_a_version_of_transformers_that_is_too_old_is_named(version: str, accept
     else:
         with pytest.raises(ImportError, match=r"transformers is 5\.13\.2; the prefix cache needs 5\.14 or newer"):
             _requirements.check_version(version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("dim", [1, 4, 6, 8])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_rows_are_copied_exactly_whatever_their_place(dtype: torch.dtype, dim: int, offset: int) -> None:
+    source = torch.randint(0, 100, (offset + 7 * 3 * dim,)).to(dtype)[offset:].view(7, 3, dim)
+    target = torch.zeros(3, 9, dim, dtype=dtype)
+    copy_rows(target[:, 1:8], source.transpose(0, 1))
+    assert torch.equal(target[:, 1:8], source.transpose(0, 1))
+    assert not target[:, 0].any()
+    assert not target[:, 8].any()
 
 
 class TestLayersAgainstTransformersOwn:

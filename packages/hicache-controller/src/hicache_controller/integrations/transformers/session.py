@@ -20,7 +20,7 @@ from .layers import FilledOnTouch, FullAttention, IndexedLayer, RecurrentStates,
 from .matching import match_rows, release_rows
 from .past import PastCache, StaticPastCache
 from .recorder import Recorder
-from .rows import PageRows, Row, batch_rows
+from .rows import PageRows, Row, batch_rows, copy_rows
 from .tiers import Tiers
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Session:
                 if row.pad:
                     # Attention hides padding, but not a NaN in it.
                     rows[:, : row.pad].zero_()
-                rows[:, row.pad :].copy_(pages.read(pool)[: row.taken].transpose(0, 1))
+                copy_rows(rows[:, row.pad :], pages.read(pool)[: row.taken].transpose(0, 1))
             if tiers.index is not None and isinstance(layer, IndexedLayer) and layer.indexer_keys is not None:
                 index_keys = layer.indexer_keys[index, :end]
                 index_keys[: row.pad].zero_()
@@ -186,7 +186,7 @@ class Session:
             for rows, pool in zip(held, (tiers.sliding.k_buffer[local], tiers.sliding.v_buffer[local]), strict=True):
                 padding = rows.shape[2] - len(pages)
                 rows[index, :, :padding].zero_()
-                rows[index, :, padding:].copy_(pages.read(pool).transpose(0, 1))
+                copy_rows(rows[index, :, padding:], pages.read(pool).transpose(0, 1))
 
     def _fill_states(self, layer: RecurrentStates, number: int) -> None:
         tiers = self._tiers
