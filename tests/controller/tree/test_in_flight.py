@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.tree import WritePolicy
+from hicache_controller.tree import SequenceKeys, WritePolicy
 
 MakeModel = Callable[..., Any]
 KeysOf = Callable[[Any], list[bytes]]
@@ -222,10 +222,29 @@ def test_same_request_inserted_twice_at_once_keeps_one_copy_of_everything(
     model.empty()
 
 
-def test_request_shorter_than_a_page_is_served_without_a_trace(make_model: MakeModel) -> None:
-    model = make_model(windows=(8, 8), states=(8, 8), storage=MemoryStorage())
-    assert model.serve(()) == 0
-    assert model.cache.stats() == (0, 0, 0)
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_request_shorter_than_a_page_is_served_without_a_trace(make_model: MakeModel, policy: WritePolicy) -> None:
+    model = make_model(windows=(8, 8), states=(8, 8), storage=MemoryStorage(), write_policy=policy)
+    short = SequenceKeys(2, np.array([7]))
+    assert short.token_count == 1
+    for keys in ([], short):
+        assert model.serve((), keys) == 0
+        assert model.cache.stats() == (0, 0, 0)
+    # It may be taken off the device all the same: what it has computed is private.
+    match = model.cache.match_prefix(short)
+    private, state = model.cache.alloc_device(1), model.cache.alloc_window("mamba", 1)
+    model.fill("kv", [b"private"], private)
+    model.fill("mamba", [b"private"], state)
+    assert model.cache.retraction_backup("short", match, private, windows={"mamba": state})
+    restored = model.cache.retraction_restore("short")
+    model.verify("kv", [b"private"], restored.pages)
+    model.verify("mamba", [b"private"], restored.windows["mamba"])
+    model.give_back(restored.pages, restored.windows)
+    # A page more, and the first page is published.
+    short.extend(np.array([8, 9]))
+    assert model.serve((), short) == 0
+    model.cache.release(restored.match)
+    assert model.serve((), short) == 1
     model.empty()
 
 
