@@ -208,3 +208,24 @@ def test_load_back_keeps_its_quota(model_with: MakeModel, keys_of: KeysOf, cut: 
     model.cache.check_integrity()
     model.cache.release(match)
     model.empty()
+
+
+@pytest.mark.parametrize(("eviction", "order"), [("lru", "CDBA"), ("lfu", "ADCB"), ("size_aware", "BACD")])
+def test_leaves_go_in_the_order_of_the_drawing(model_with: MakeModel, eviction: str, order: str) -> None:
+    model = model_with(eviction=eviction)
+    leaves = {"C": (2, 3), "D": (1, 2), "B": (8, 4), "A": (1, 1)}  # pages and uses, what was used last at the end
+    for name, (pages, uses) in leaves.items():
+        model.serve((ord(name),) * pages)
+        for _ in range(uses - 1):
+            model.lookup((ord(name),) * pages)
+    model.cache.drain()
+    gone = ""
+    while len(gone) < len(leaves):
+        model.cache.evict_device(1)
+        gone += "".join(
+            name
+            for name, (pages, _) in leaves.items()
+            if name not in gone and on_device(model, (ord(name),) * pages) == [False]
+        )
+    assert gone == order
+    model.empty()
