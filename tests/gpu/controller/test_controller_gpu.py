@@ -29,6 +29,27 @@ def test_rows_come_back_bit_for_bit(make_stack, layout, policy):
     assert len(seconds) == 2
 
 
+@pytest.mark.parametrize("policy", ["auto", "direct"])
+@pytest.mark.parametrize(("write_quota", "load_quota"), [(0, 0), (1, 3), (0, 2), (4, 0)])
+def test_a_quota_of_0_leaves_the_sms_alone_and_any_other_gives_the_same_bytes(
+    make_stack, policy, write_quota, load_quota
+):
+    stack = make_stack(policy=policy)
+    stack.controller.write_block_quota, stack.controller.load_block_quota = write_quota, load_quota
+    before = stack.controller.metrics.snapshot()
+    written = [stack.written(pages) for pages in (1, 7, 20)]
+    for host, rows in written:
+        assert stack.same(stack.loaded(host), rows)
+    after = stack.controller.metrics.snapshot()
+    for direction, quota in (("write_back", write_quota), ("load", load_quota)):
+        direct = {"direction": direction, "path": "direct"}
+        moved = after.total("transfer_bytes", **direct) - before.total("transfer_bytes", **direct)
+        if quota == 0:
+            assert moved == 0
+        elif policy == "direct":
+            assert moved > 0
+
+
 @pytest.mark.parametrize("controller", [HiCacheController, HybridCacheController])
 @pytest.mark.parametrize("io_backend", ["kernel", "direct"])
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
