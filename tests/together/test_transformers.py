@@ -18,13 +18,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import GenerationConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
-
 from hicache_controller import Namespace
-from hicache_controller.integrations.transformers import HiCache, Hit, UnsupportedError, _requirements, matching
-from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
-from hicache_controller.integrations.transformers.rows import copy_rows
+from hicache_controller.integrations.transformers import HiCache, Hit, matching
 
 
 def _families() -> ModuleType:
@@ -65,14 +60,6 @@ def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
     return models[family]
 
 
-class LeftError(Exception):
-    """Leaves a session without keeping anything."""
-
-
-def open_cache(model: Any, **options: Any) -> HiCache:
-    return HiCache.for_model(model, model_id="tiny", l2_gb=0.02, page_size=fam.PAGE, **options)
-
-
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     """Two prompts that share a prefix of whole pages and three tokens more."""
     shared = fam.random_tokens(PREFIX + 3)
@@ -89,28 +76,28 @@ def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(mode
 
     def check_continuation(cache: HiCache, tier: str) -> None:
         # What is left with an error keeps nothing, so the next tier's hit is the same.
-        with contextlib.suppress(LeftError), cache.session(second, checkpoints=()) as past:
+        with contextlib.suppress(fam.LeftError), cache.session(second, checkpoints=()) as past:
             assert past.get_seq_length() == past.cached_tokens == PREFIX
             assert past.hits[0].tokens == getattr(past.hits[0], tier) == PREFIX
             chosen, seen = fam.continuation(model, second[:, PREFIX:], past)
             assert chosen == tokens
             assert all(torch.equal(a, b) for a, b in zip(seen, logits, strict=True))
-            raise LeftError
+            raise fam.LeftError
         fam.check(cache)
 
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, first, PREFIX)
         check_continuation(cache, "device")
         fam.evict(cache)
         check_continuation(cache, "host")
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         check_continuation(cache, "storage")
 
 
 @pytest.mark.parametrize("model", fam.FAMILIES, indirect=True)
 def test_the_next_turn_of_a_chat_computes_only_what_is_new(model: Any) -> None:
     question = fam.random_tokens(29)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         with cache.session(question) as past:
             answer = model.generate(question, past_key_values=past, max_new_tokens=15, do_sample=False)
         assert torch.equal(answer, model.generate(question, max_new_tokens=15, do_sample=False))
@@ -195,7 +182,7 @@ def test_a_batch_with_different_prefixes_continues_from_the_column_all_reach() -
     mask = torch.ones_like(ids)
     mask[0, :16] = 0
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for prompt in (short[:, :30], long):
             with cache.session(prompt) as past:
                 fam.forward(model, prompt, past)
@@ -217,7 +204,7 @@ def test_a_batch_cut_inside_a_page_restores_the_same_bits() -> None:
     ids = torch.cat([torch.nn.functional.pad(short, (13, 0)), long])
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for prompt in (short, long):
             with cache.session(prompt) as past:
                 fam.forward(model, prompt, past)
@@ -239,7 +226,7 @@ def test_a_batch_of_windows_and_states_continues_where_every_sequence_can(model:
     ids = fam.random_tokens(40, batch=2)
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for row in ids:
             with cache.session(row[None], checkpoints=[16, 32]) as past:
                 fam.forward(model, row[None, past.get_seq_length() :], past)
@@ -268,11 +255,11 @@ def test_a_batch_of_windows_and_states_continues_where_every_sequence_can(model:
 @pytest.mark.parametrize("model", ["llama", "mistral", "falcon_h1", "deepseek_v32"], indirect=True)
 def test_leaving_with_an_error_keeps_nothing_and_gives_every_page_back(model: Any) -> None:
     prompt = fam.random_tokens(50)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         free = cache.tiers.tree.device_allocator.available_pages
-        with contextlib.suppress(LeftError), cache.session(prompt) as past:
+        with contextlib.suppress(fam.LeftError), cache.session(prompt) as past:
             model.generate(prompt, past_key_values=past, max_new_tokens=10, do_sample=False)
-            raise LeftError
+            raise fam.LeftError
         assert cache.stats().device_tokens == cache.stats().host_tokens == 0
         assert cache.tiers.tree.device_allocator.available_pages == free
         for name, _ in cache.tiers.windowed_pools:
@@ -291,11 +278,11 @@ def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch:
     prompt = fam.random_tokens(11 * fam.PAGE + 4)
     prefix = fam.compute_prefix(model, prompt[:, : 11 * fam.PAGE])
     expected = fam.continuation(model, prompt[:, 11 * fam.PAGE :], prefix.cache())
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, prompt[:, : 2 * fam.PAGE + 1], 2 * fam.PAGE)
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, prompt, 11 * fam.PAGE)
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         with cache.session(prompt[:, : 2 * fam.PAGE + 1]) as past:
             fam.forward(model, prompt[:, 2 * fam.PAGE : 2 * fam.PAGE + 1], past)
         with cache.session(prompt) as past:
@@ -310,7 +297,7 @@ def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch:
 def test_namespaces_do_not_share_prefixes() -> None:
     model = fam.make_model("llama", seed=6)
     prompt = fam.random_tokens(33)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for namespace, cached in (
             (Namespace(adapter="a"), 0),
             (Namespace(adapter="b"), 0),
@@ -339,10 +326,10 @@ def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_pa
     model = fam.make_model("llama", seed=7)
     page = 2 * 2 * 8 * 4 * 3 * fam.PAGE
     prompt = fam.random_tokens(100)
-    with open_cache(model, storage=tmp_path) as cache:
+    with fam.open_cache(model, storage=tmp_path) as cache:
         fam.keep(cache, prompt, 96)
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    with open_cache(model, storage=tmp_path, l1_gb=6.5 * page / 1e9) as cache, cache.session(prompt) as past:
+    with fam.open_cache(model, storage=tmp_path, l1_gb=6.5 * page / 1e9) as cache, cache.session(prompt) as past:
         assert past.hits[0] == Hit(48, storage=48)
         output = model.generate(prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
     assert torch.equal(output, expected)
@@ -351,20 +338,20 @@ def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_pa
 @pytest.mark.parametrize("model", ["llama", "gemma3", "mistral"], indirect=True)
 def test_what_was_cropped_and_computed_otherwise_is_not_served(model: Any) -> None:
     prompt, other = fam.random_tokens(40), fam.random_tokens(20)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         with cache.session(prompt, checkpoints=[16, 32]) as past:
             fam.forward(model, prompt, past)
             past.crop(-16)
             fam.forward(model, other, past)
         turned = torch.cat([prompt[:, :24], other], 1)
         for tokens, cached in ((prompt[:, :36], 24), (turned[:, :38], 32), (turned, 40)):
-            with contextlib.suppress(LeftError), cache.session(tokens, checkpoints=()) as past:
+            with contextlib.suppress(fam.LeftError), cache.session(tokens, checkpoints=()) as past:
                 # The window saved at 32 was that of the old tokens; what is served is the one saved at 40, cut.
                 assert past.cached_tokens == cached
                 logits = fam.forward(model, tokens[:, past.cached_tokens :], past)
                 fresh = fam.forward(model, tokens, fam.DynamicCache(config=model.config))
                 torch.testing.assert_close(logits, fresh[:, -logits.shape[1] :])
-                raise LeftError
+                raise fam.LeftError
         fam.check(cache)
 
 
@@ -373,7 +360,7 @@ def test_prompt_lookup_decoding_crops_the_cache_and_keeps_the_right_tokens() -> 
     prompt = fam.random_tokens(12).repeat(1, 4)
     options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 24, "do_sample": False}
     expected = model.generate(prompt, **options)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         with cache.session(prompt) as past:
             assert torch.equal(model.generate(prompt, past_key_values=past, **options), expected)
         reference = fam.compute_prefix(model, expected[:, :-1]).kept.layers[2].keys
@@ -391,7 +378,7 @@ def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
     model = fam.make_model("qwen3", seed=9)
     prompt = fam.random_tokens(45)
     expected = model.generate(prompt, max_new_tokens=9, do_sample=False)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for tier in ("computed", "device", "host"):
             if tier == "host":
                 fam.evict(cache)
@@ -414,7 +401,7 @@ def test_each_layer_is_waited_for_and_no_later_one(model: Any, monkeypatch: pyte
         layer.register_forward_hook(lambda *_, event=event: event.set())
         for layer, event in zip(model.get_decoder().layers, ran, strict=True)
     ]
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         fam.keep(cache, prompt, 32)
         fam.evict(cache)
         in_time: list[bool] = []
@@ -449,7 +436,7 @@ def test_each_layer_is_waited_for_and_no_later_one(model: Any, monkeypatch: pyte
 @pytest.mark.parametrize("model", ["llama", "gemma3", "deepseek_v32", "falcon_h1"], indirect=True)
 def test_a_session_may_go_in_and_out_of_inference_mode(model: Any) -> None:
     prompt = fam.random_tokens(45)
-    with open_cache(model) as cache:
+    with fam.open_cache(model) as cache:
         for cached in (0, 40):
             with torch.inference_mode(), cache.session(prompt) as past:
                 assert past.cached_tokens == cached
@@ -460,287 +447,4 @@ def test_a_session_may_go_in_and_out_of_inference_mode(model: Any) -> None:
             with torch.inference_mode():
                 fam.forward(model, prompt[:, 40:44], past)
             fam.forward(model, prompt[:, 44:], past)
-        fam.check(cache)
-
-
-@pytest.mark.parametrize(
-    ("version", "accepted"), [("5.13.2", False), ("5.14.0", True), ("5.25.0.dev0", True), ("6.0", True)]
-)
-def test_a_version_of_transformers_that_is_too_old_is_named(version: str, accepted: bool) -> None:
-    if accepted:
-        _requirements.check_version(version)
-    else:
-        with pytest.raises(ImportError, match=r"transformers is 5\.13\.2; the prefix cache needs 5\.14 or newer"):
-            _requirements.check_version(version)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("dim", [1, 4, 6, 8])
-@pytest.mark.parametrize("offset", [0, 1, 4])
-def test_rows_are_copied_exactly_whatever_their_place(dtype: torch.dtype, dim: int, offset: int) -> None:
-    source = torch.randint(0, 100, (offset + 7 * 3 * dim,)).to(dtype)[offset:].view(7, 3, dim)
-    target = torch.zeros(3, 9, dim, dtype=dtype)
-    copy_rows(target[:, 1:8], source.transpose(0, 1))
-    assert torch.equal(target[:, 1:8], source.transpose(0, 1))
-    assert not target[:, 0].any()
-    assert not target[:, 8].any()
-
-
-class TestLayersAgainstTransformersOwn:
-    """Random passes through a layer and through the one it stands in for give the same bits."""
-
-    def states(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 5)
-
-    @pytest.mark.parametrize("window", [2, 5, 64, 300])
-    def test_windows_of_passes_of_every_size(self, window: int) -> None:
-        mine, its = WindowLayer(sliding_window=window), DynamicSlidingWindowLayer(sliding_window=window)
-        mine.retained = window - 1 + 8
-        sizes = [1, 3, 1, 1, 40, 255, 1, 2, 300, 1, 7, 600, *[1] * 30, 250, 1]
-        for size in sizes:
-            keys, values = self.states(size)
-            assert mine.get_mask_sizes(size) == its.get_mask_sizes(size)
-            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
-                assert torch.equal(got, expected)
-            assert torch.equal(mine.keys, its.keys)
-            assert torch.equal(mine.values, its.values)
-            assert mine.get_seq_length() == its.get_seq_length()
-            held = mine.held()[0]
-            assert held.shape[2] >= min(its.get_seq_length(), window - 1 + 8)
-            assert mine.first_held == its.get_seq_length() - held.shape[2]
-
-    def test_full_attention_of_passes_and_crops_of_every_size(self) -> None:
-        mine, its = FullLayer(), DynamicLayer()
-        for size in [5, 1, 300, 1, 1, 900, 2]:
-            keys, values = self.states(size)
-            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
-                assert torch.equal(got, expected)
-            for layer in (mine, its):
-                layer.crop(-(size // 2))
-            assert torch.equal(mine.keys, its.keys)
-            assert torch.equal(mine.values, its.values)
-
-    def test_a_window_that_is_gone_cannot_be_cropped_back_to(self) -> None:
-        layer = WindowLayer(sliding_window=5)
-        layer.retained = 12
-        layer.update(*self.states(400))
-        layer.crop(-8)
-        assert layer.get_seq_length() == 392
-        with pytest.raises(RuntimeError, match="crop removes 1 tokens"):
-            layer.crop(-1)
-
-    def test_replaced_keys_are_continued_from(self) -> None:
-        layer = FullLayer()
-        layer.update(*self.states(6))
-        kept = torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 5)
-        layer.keys, layer.values = kept
-        new = self.states(2)
-        for got, before, after in zip(layer.update(*new), kept, new, strict=True):
-            assert torch.equal(got, torch.cat((before, after), -2))
-
-
-class TestWhatASessionRefuses:
-    @pytest.fixture
-    def cache(self, models: dict[str, Any]) -> Iterator[HiCache]:
-        with open_cache(models.setdefault("llama", fam.make_model("llama", seed=1))) as cache:
-            yield cache
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"cache_implementation": "quantized"}],
-        ids=str,
-    )
-    def test_generation_it_cannot_serve_is_named_on_entry(self, cache: HiCache, options: dict[str, Any]) -> None:
-        config = GenerationConfig(**options)
-        with pytest.raises(UnsupportedError, match=next(iter(options))):
-            cache.session(fam.random_tokens(20), generation_config=config)
-
-    def test_beams_that_nobody_told_of_are_refused_by_the_layers(self, cache: HiCache) -> None:
-        prompt = fam.random_tokens(20)
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past)
-        with pytest.raises(UnsupportedError, match="beam"), cache.session(prompt) as past:
-            cache.model.generate(prompt, past_key_values=past, num_beams=2, max_new_tokens=3)
-        fam.check(cache)
-
-    def test_padding_that_is_not_on_the_left(self, cache: HiCache) -> None:
-        prompt = fam.random_tokens(20)
-        mask = torch.ones_like(prompt)
-        mask[0, 15:] = 0
-        with pytest.raises(UnsupportedError, match="padding on the left"), cache.session(prompt, attention_mask=mask):
-            pass
-
-    def test_the_whole_prompt_passed_again_to_a_forward_pass(self, cache: HiCache) -> None:
-        prompt = fam.random_tokens(20)
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past)
-        with pytest.raises(ValueError, match="whole prompt"), cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past)
-
-    def test_a_forward_pass_that_records_gradients(self, cache: HiCache) -> None:
-        prompt = fam.random_tokens(20)
-        with pytest.raises(UnsupportedError, match="gradients"), cache.session(prompt) as past:
-            cache.model(input_ids=prompt, use_cache=True, **{cache.cache_argument: past})
-
-    def test_a_model_in_training_mode(self) -> None:
-        model = fam.make_model("llama", seed=1)
-        with open_cache(model) as cache:
-            model.train()
-            with pytest.raises(RuntimeError, match="training"):
-                cache.session(fam.random_tokens(20))
-
-    @pytest.mark.parametrize("change", ["step", "dtype"])
-    def test_weights_that_changed_under_it(self, change: str) -> None:
-        model = fam.make_model("llama", seed=1)
-        with open_cache(model) as cache:
-            if change == "step":
-                with torch.no_grad():
-                    model.lm_head.weight.add_(1)
-            else:
-                model.half()
-            with pytest.raises(RuntimeError, match="weights were changed"), cache.session(fam.random_tokens(20)):
-                pass
-
-    def test_a_static_cache_of_a_model_with_windows(self, models: dict[str, Any]) -> None:
-        model = models.setdefault("mistral", fam.make_model("mistral", seed=1))
-        with (
-            open_cache(model) as cache,
-            pytest.raises(UnsupportedError, match="full attention alone"),
-            cache.session(fam.random_tokens(20), max_cache_len=64),
-        ):
-            pass
-
-    def test_a_model_whose_layers_it_does_not_know(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class OwnLayer(DynamicLayer):
-            pass
-
-        monkeypatch.setitem(DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", OwnLayer)
-        with pytest.raises(UnsupportedError, match="layer 0 keeps its cache in a OwnLayer"):
-            open_cache(fam.make_model("llama", seed=1))
-
-    def test_a_tier_too_small_for_the_model(self) -> None:
-        with pytest.raises(ValueError, match="l2_gb is 1e-07 GB"):
-            HiCache.for_model(fam.make_model("llama", seed=1), model_id="x", l1_gb=0.01, l2_gb=1e-7, page_size=fam.PAGE)
-
-    def test_a_closed_cache(self) -> None:
-        cache = open_cache(fam.make_model("llama", seed=1))
-        cache.close()
-        cache.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            cache.session(fam.random_tokens(20))
-
-
-class TestUncachedWhereAllowed:
-    def generate(self, cache: HiCache, prompt: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> None:
-        expected = cache.model.generate(prompt, attention_mask=mask, max_new_tokens=4, do_sample=False, **options)
-        config = GenerationConfig(**options) if options else None
-        for _ in range(2):
-            with cache.session(prompt, attention_mask=mask, generation_config=config) as past:
-                assert past is None
-                output = cache.model.generate(
-                    prompt, attention_mask=mask, past_key_values=past, max_new_tokens=4, do_sample=False, **options
-                )
-            assert torch.equal(output, expected)
-
-    def test_beams_generate_without_the_cache_and_say_so_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        with open_cache(fam.make_model("llama", seed=1), on_unsupported="uncached") as cache:
-            self.generate(cache, fam.random_tokens(20), num_beams=2)
-        assert [record.message for record in caplog.records if "num_beams" in record.message] == [
-            record.message for record in caplog.records if record.name.startswith("hicache_controller")
-        ]
-        assert sum("num_beams" in record.message for record in caplog.records) == 1
-
-    def test_unknown_layers_generate_without_the_cache(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        class OwnLayer(DynamicLayer):
-            pass
-
-        monkeypatch.setitem(DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", OwnLayer)
-        with open_cache(fam.make_model("llama", seed=1), on_unsupported="uncached") as cache:
-            self.generate(cache, fam.random_tokens(20))
-            with pytest.raises(UnsupportedError, match="OwnLayer"):
-                _ = cache.tiers
-        assert sum("OwnLayer" in record.message for record in caplog.records) == 1
-
-    def test_padding_on_the_right_generates_without_the_cache(self) -> None:
-        prompt = fam.random_tokens(20, batch=2)
-        mask = torch.ones_like(prompt)
-        mask[0, 18:] = 0
-        with open_cache(fam.make_model("llama", seed=1), on_unsupported="uncached") as cache:
-            self.generate(cache, prompt, mask)
-
-    def test_another_word_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="on_unsupported is 'maybe'"):
-            open_cache(fam.make_model("llama", seed=1), on_unsupported="maybe")
-
-
-class TestKeysThatAreNotThoseOfTheTokens:
-    """What was computed in another way than plain causal attention over the tokens is not kept, and logged once."""
-
-    @pytest.fixture
-    def cache(self, models: dict[str, Any]) -> Iterator[HiCache]:
-        with open_cache(models.setdefault("llama", fam.make_model("llama", seed=1))) as cache:
-            yield cache
-
-    def check_nothing_kept(self, cache: HiCache, caplog: pytest.LogCaptureFixture, why: str) -> None:
-        assert cache.stats().device_tokens == 0
-        assert sum(why in record.message for record in caplog.records) == 1
-
-    def test_embeddings_tell_no_tokens(self, cache: HiCache, caplog: pytest.LogCaptureFixture) -> None:
-        prompt = fam.random_tokens(20)
-        with cache.session(prompt) as past, torch.no_grad():
-            embeddings = cache.model.get_input_embeddings()(prompt)
-            cache.model(inputs_embeds=embeddings, use_cache=True, **{cache.cache_argument: past})
-        self.check_nothing_kept(cache, caplog, "inputs_embeds")
-
-    def test_other_positions(self, cache: HiCache, caplog: pytest.LogCaptureFixture) -> None:
-        prompt = fam.random_tokens(20)
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past, position_ids=torch.arange(5, 25)[None])
-        self.check_nothing_kept(cache, caplog, "position_ids")
-
-    def test_another_mask(self, cache: HiCache, caplog: pytest.LogCaptureFixture) -> None:
-        prompt = fam.random_tokens(20)
-        mask = torch.ones_like(prompt)
-        mask[0, 3] = 0
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past, attention_mask=mask, position_ids=torch.arange(20)[None])
-        self.check_nothing_kept(cache, caplog, "attention_mask")
-
-    def test_padding_without_positions_is_an_error(self, cache: HiCache) -> None:
-        prompt = fam.random_tokens(20)
-        mask = torch.ones_like(prompt)
-        mask[0, :3] = 0
-        with pytest.raises(ValueError, match="position_ids"), cache.session(prompt, attention_mask=mask) as past:
-            fam.forward(cache.model, prompt, past, attention_mask=mask)
-
-    def test_other_tokens_than_the_prompt_are_kept_under_what_they_are(self, cache: HiCache) -> None:
-        prompt, other = fam.random_tokens(20), fam.random_tokens(20)
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, other, past)
-        for tokens, cached in ((prompt, 0), (other, 16)):
-            with contextlib.suppress(LeftError), cache.session(tokens) as past:
-                assert past.cached_tokens == cached
-                raise LeftError
-
-    def test_a_load_that_fails_stops_the_forward_pass(self, cache: HiCache, monkeypatch: pytest.MonkeyPatch) -> None:
-        prompt = fam.random_tokens(40)
-        with cache.session(prompt) as past:
-            fam.forward(cache.model, prompt, past)
-        fam.evict(cache)
-        pool = cache.tiers.group.anchor_entry.host_pool
-
-        def fail(*arguments: Any, **options: Any) -> None:
-            raise OSError("injected")
-
-        for name in ("load_to_device_per_layer", "load_to_device_all_layer"):
-            monkeypatch.setattr(pool, name, fail)
-        with pytest.raises(RuntimeError, match="injected"), cache.session(prompt) as past:
-            fam.forward(cache.model, prompt[:, 32:], past)
-        monkeypatch.undo()
-        expected = fam.forward(cache.model, prompt[:, 32:], fam.compute_prefix(cache.model, prompt[:, :32]).cache())
-        with cache.session(prompt) as past:
-            assert past.cached_tokens == 32
-            torch.testing.assert_close(fam.forward(cache.model, prompt[:, 32:], past), expected)
         fam.check(cache)

@@ -119,6 +119,15 @@ RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 WINDOWED = ("mistral", "gemma3", *RECURRENT)
 
 
+class LeftError(Exception):
+    """Leaves a session without keeping anything."""
+
+
+def open_cache(model: Any, **options: Any) -> HiCache:
+    """Make a small cache for a model."""
+    return HiCache.for_model(model, model_id="tiny", l2_gb=0.02, page_size=PAGE, **options)
+
+
 def make_model(
     family: str, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Any:

@@ -20,7 +20,7 @@ _IRRELEVANT = frozenset(
 
 
 def weights_hash(model: Any) -> str:
-    """Digest of all parameters and buffers, computed where they are; any changed bit changes it.
+    """Return a digest of all parameters and buffers, computed where they are; any changed bit changes it.
 
     A polynomial hash modulo 2**64 of the bytes of each tensor; it tells weights apart and resists no attacker.
 
@@ -37,10 +37,8 @@ def weights_hash(model: Any) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(
-    model: Any, model_id: str, *, revision: str | None, page_size: int, namespace: str = ""
-) -> Fingerprint:
-    """Fingerprint of a model's cached bytes: its id and revision, weights, dtype, attention and configuration."""
+def model_fingerprint(model: Any, model_id: str, *, revision: str | None, page_size: int) -> Fingerprint:
+    """Return what a model's cached bytes belong to: its id and revision, weights, dtype, attention, configuration."""
     config = _configuration(model.config)
     text = json.dumps(config, sort_keys=True, default=str)
     return Fingerprint(
@@ -72,7 +70,7 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensor_hash(tensor: torch.Tensor) -> int:
-    """Hash of the bytes of a tensor, of which no two equal-sized ones that differ in one byte share it."""
+    """Hash the bytes of a tensor; of equally many bytes, no two that differ in one place have the same."""
     with torch.no_grad():
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = data.numel() // 4 * 4
@@ -83,7 +81,7 @@ def _tensor_hash(tensor: torch.Tensor) -> int:
                 chunk = part[begin : begin + _CHUNK].to(torch.int64)
                 # Odd factors, so that no single difference is multiplied away modulo 2**64.
                 factors = torch.arange(begin, begin + chunk.numel(), device=data.device) * 2 + 1
-                total = total * 6364136223846793005 + (chunk * factors * 2654435761 + (chunk ^ factors)).sum()
+                total = total * 6364136223846793005 + (chunk * factors * 2654435761).sum()
     return int(total)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +31,10 @@ KNOWN_LAYERS = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 """Layers of transformers' own cache that can be restored; exactly these, as a subclass keeps more."""
+
+
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+"""Rotations whose frequencies change with the length of the sequence."""
 
 
 class RowShape(NamedTuple):
@@ -164,8 +168,10 @@ def model_layout(model: Any) -> ModelLayout:
     Raises
     ------
     UnsupportedError
-        For a layer the integration does not know, layers on several devices, and a model without attention.
+        For a layer the integration does not know, layers on several devices, a model without attention or with an
+        encoder, and rotations that depend on the length of the sequence.
     """
+    _check_configuration(model.config)
     cache = DynamicCache(config=model.config)
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     with torch.no_grad():
@@ -179,6 +185,28 @@ def model_layout(model: Any) -> ModelLayout:
     if not layout.full and not layout.sliding:
         raise UnsupportedError("no layer of the model has attention, so nothing tells how long its cache is")
     return layout
+
+
+def _check_configuration(config: Any) -> None:
+    if config.is_encoder_decoder:
+        raise UnsupportedError("the model has an encoder; supported are models of a decoder alone")
+    text = config.get_text_config(decoder=True).to_dict()
+    for kind in _rope_types(text.get("rope_parameters")):
+        if kind in LENGTH_DEPENDENT_ROPES:
+            raise UnsupportedError(
+                f"rope_type is {kind!r}, with which a key depends on the length of the sequence it is computed in, so "
+                "that none fits every sequence with the same beginning"
+            )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the kinds of rotations of a configuration, which may have one for each type of layer."""
+    if isinstance(parameters, Mapping):
+        for name, value in parameters.items():
+            if name == "rope_type" and isinstance(value, str):
+                yield value
+            else:
+                yield from _rope_types(value)
 
 
 def _layer_layout(number: int, layer: Any) -> LayerLayout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,6 @@ from .tiers import Tiers
 
 if TYPE_CHECKING:
     from .cache import HiCache
-
-logger = logging.getLogger(__name__)
 
 
 class Session:

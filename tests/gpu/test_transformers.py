@@ -34,10 +34,6 @@ fam = _families()
 PREFIX = 8 * fam.PAGE
 
 
-class LeftError(Exception):
-    """Leaves a session without keeping anything."""
-
-
 def open_cache(model: Any, **options: Any) -> HiCache:
     return HiCache.for_model(model, model_id="tiny", l1_gb=0.02, l2_gb=0.04, page_size=fam.PAGE, **options)
 
@@ -56,12 +52,12 @@ def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(
 
     def check_continuation(cache: HiCache, tier: str) -> None:
         # What is left with an error keeps nothing, so the next tier's hit is the same.
-        with contextlib.suppress(LeftError), cache.session(second, checkpoints=()) as past:
+        with contextlib.suppress(fam.LeftError), cache.session(second, checkpoints=()) as past:
             assert past.hits[0].tokens == getattr(past.hits[0], tier) == PREFIX
             chosen, seen = fam.continuation(model, second[:, PREFIX:], past)
             assert all(torch.equal(a, b) for a, b in zip(seen, logits, strict=True))
             assert chosen == tokens
-            raise LeftError
+            raise fam.LeftError
         fam.check(cache)
 
     with open_cache(model, storage=tmp_path) as cache:
@@ -88,12 +84,12 @@ def test_a_long_prefix_is_loaded_while_the_forward_pass_runs_and_stays_exact(gpu
         fam.keep(cache, tokens, 8192)
         for _ in range(5):
             fam.evict(cache)
-            with contextlib.suppress(LeftError), cache.session(tokens) as past:
+            with contextlib.suppress(fam.LeftError), cache.session(tokens) as past:
                 assert past.hits[0].host == past.cached_tokens == 8192
                 chosen, seen = fam.continuation(model, tokens[:, 8192:], past)
                 assert all(torch.equal(a, b) for a, b in zip(seen, expected[1], strict=True))
                 assert chosen == expected[0]
-                raise LeftError
+                raise fam.LeftError
 
 
 def test_a_batch_with_different_prefixes_continues_from_the_column_all_reach(gpu: torch.device) -> None:

@@ -1,0 +1,93 @@
+"""The layers that stand in for transformers' own, pass by pass, and the copies between them and pool pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
+from hicache_controller.integrations.transformers.rows import PageRows, copy_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("dim", [1, 4, 6, 8])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_rows_are_copied_exactly_whatever_their_place(dtype: torch.dtype, dim: int, offset: int) -> None:
+    source = torch.randint(0, 100, (offset + 7 * 3 * dim,)).to(dtype)[offset:].view(7, 3, dim)
+    target = torch.zeros(3, 9, dim, dtype=dtype)
+    copy_rows(target[:, 1:8], source.transpose(0, 1))
+    assert torch.equal(target[:, 1:8], source.transpose(0, 1))
+    assert not target[:, 0].any()
+    assert not target[:, 8].any()
+
+
+@pytest.mark.parametrize("pages", [[3, 4, 5], [5, 3, 9], [7], []], ids=str)
+def test_pages_are_read_and_written_where_they_are(pages: list[int]) -> None:
+    pool = torch.randn(40, 2, 3)
+    before = pool.clone()
+    rows = PageRows(np.array(pages, np.int64), 4, torch.device("cpu"))
+    slots = [page * 4 + slot for page in pages for slot in range(4)]
+    assert len(rows) == len(slots)
+    assert torch.equal(rows.read(pool), pool[slots])
+    new = torch.randn(len(slots), 2, 3)
+    rows.write(pool, new)
+    before[slots] = new
+    assert torch.equal(pool, before)
+
+
+class TestLayersAgainstTransformersOwn:
+    """Random passes through a layer and through the one it stands in for give the same bits."""
+
+    def states(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 5)
+
+    @pytest.mark.parametrize("window", [2, 5, 64, 300])
+    def test_windows_of_passes_of_every_size(self, window: int) -> None:
+        mine, its = WindowLayer(sliding_window=window), DynamicSlidingWindowLayer(sliding_window=window)
+        mine.retained = window - 1 + 8
+        sizes = [1, 3, 1, 1, 40, 255, 1, 2, 300, 1, 7, 600, *[1] * 30, 250, 1]
+        for size in sizes:
+            keys, values = self.states(size)
+            assert mine.get_mask_sizes(size) == its.get_mask_sizes(size)
+            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
+                assert torch.equal(got, expected)
+            assert torch.equal(mine.keys, its.keys)
+            assert torch.equal(mine.values, its.values)
+            assert mine.get_seq_length() == its.get_seq_length()
+            held = mine.held()[0]
+            assert held.shape[2] >= min(its.get_seq_length(), window - 1 + 8)
+            assert mine.first_held == its.get_seq_length() - held.shape[2]
+
+    def test_full_attention_of_passes_and_crops_of_every_size(self) -> None:
+        mine, its = FullLayer(), DynamicLayer()
+        for size in [5, 1, 300, 1, 1, 900, 2]:
+            keys, values = self.states(size)
+            for got, expected in zip(mine.update(keys, values), its.update(keys, values), strict=True):
+                assert torch.equal(got, expected)
+            for layer in (mine, its):
+                layer.crop(-(size // 2))
+            assert torch.equal(mine.keys, its.keys)
+            assert torch.equal(mine.values, its.values)
+
+    def test_a_window_that_is_gone_cannot_be_cropped_back_to(self) -> None:
+        layer = WindowLayer(sliding_window=5)
+        layer.retained = 12
+        layer.update(*self.states(400))
+        layer.crop(-8)
+        assert layer.get_seq_length() == 392
+        with pytest.raises(RuntimeError, match="crop removes 1 tokens"):
+            layer.crop(-1)
+
+    def test_replaced_keys_are_continued_from(self) -> None:
+        layer = FullLayer()
+        layer.update(*self.states(6))
+        kept = torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 5)
+        layer.keys, layer.values = kept
+        new = self.states(2)
+        for got, before, after in zip(layer.update(*new), kept, new, strict=True):
+            assert torch.equal(got, torch.cat((before, after), -2))
