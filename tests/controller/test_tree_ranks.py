@@ -57,5 +57,5 @@ def test_two_ranks_keep_identical_trees_and_no_lock_for_a_hundred_rounds():
     assert any(device for (device, *_), _ in rounds)
     assert any(host for (_, host, *_), _ in rounds)
     assert any(prefetched > device + host for (device, host, prefetched, *_), _ in rounds)
-    assert first["loaded"] != second["loaded"]
+    assert first["storage"] != second["storage"]
     assert first["refused"] != second["refused"]

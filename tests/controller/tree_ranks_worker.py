@@ -118,7 +118,7 @@ def main(rank: int, port: int, rounds: int) -> None:
         "rounds": report,
         "free": [served.allocator.available_pages, served.pool.available_size()],
         "tree": list(served.tree.stats()),
-        "loaded": storage.hits,
+        "storage": list(storage),
         "refused": served.pool.refused,
         "broken": served.controller.agreement.broken,
     }
