@@ -27,6 +27,22 @@ def test_attention_of_two_pages_with_states_at_one_and_four_gives_one_page(
     model.empty()
 
 
+def test_known_pages_are_those_of_the_anchor_wherever_windows_let_a_prefix_end(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    model = make_model(states=(8, 8))
+    model.serve((1, 2, 3, 4))
+    assert model.lookup((1, 2, 9)) == (0, 0)
+    before = model.cache.pretty()
+    for words, known in (((1, 2, 9), 2), ((1, 2, 3, 4, 5), 4), ((1, 2), 2), ((9, 1), 0), ((), 0)):
+        assert model.cache.known_pages(keys_of(words)) == known
+    assert model.cache.pretty() == before
+    model.cache.drain()
+    model.cache.evict_device(100)
+    assert model.cache.known_pages(keys_of((1, 2, 3, 4))) == 4
+    model.empty()
+
+
 def test_window_longer_than_what_a_split_leaves_of_it_shortens_the_hit(make_model: MakeModel) -> None:
     model = make_model(windows=(8, 8))
     model.serve((1, 2, 3, 4, 5))

@@ -142,6 +142,24 @@ class UnifiedRadixCache(TreeReferences):
         self._touch(match.node, priority)
         return match
 
+    def known_pages(self, keys: Sequence[bytes]) -> int:
+        """Leading pages of ``keys`` that the anchor has in some tier, whether or not a prefix may end there.
+
+        Where this is more than a match's ``pages``, windows or states are what is missing: other requests went on from
+        there in another way, so that it is a good place to save some.
+        """
+        blob, at, node = join_keys(keys), 0, self.root
+        while at < len(keys):
+            child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+            if child is None:
+                break
+            same = common_pages(child.keys, blob[at * KEY_BYTES :])
+            at += same
+            if same < child.pages:
+                break
+            node = child
+        return at
+
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
         if seconds < 0:
