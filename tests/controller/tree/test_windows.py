@@ -199,6 +199,27 @@ def test_windows_that_never_left_the_device_follow_their_attention_into_storage(
     model.empty()
 
 
+def test_attention_does_not_leave_memory_before_its_windows_are_written(
+    make_model: MakeModel, memory_storage: MemoryStorage, in_thread: Callable[[Callable[[], object]], Any]
+) -> None:
+    model = make_model(windows=(8, 8), states=(8, 8), storage=memory_storage, write_policy=WritePolicy.WRITE_BACK)
+    model.serve((1, 2, 3))
+    model.serve((1, 2, 3, 4, 5))
+    model.cache.evict_device(1)
+    model.cache.drain()
+    # The parent has a host part by now, and its windows are on the device alone.
+    gate = model.gate("write", "mamba")
+    gate.close()
+    model.cache.evict_device(1)
+    evicting = in_thread(lambda: model.cache.evict_host(100))
+    gate.wait_entered()
+    gate.open()
+    evicting.join()
+    assert model.cache.stats() == (0, 0, 0)
+    assert model.serve((1, 2, 3)) == 3
+    model.empty()
+
+
 def test_storage_without_the_state_is_a_miss(make_model: MakeModel, memory_storage: MemoryStorage) -> None:
     model = make_model(states=(8, 8), storage=memory_storage)
     model.serve((1, 2, 3))

@@ -148,10 +148,19 @@ class TreeEviction(TreeStructure, ABC):
                 if not self._wait():
                     break
                 continue
+            if self._windows_on_their_way(node) and self._wait():
+                self._offer(node, device=False)
+                continue
             freed += node.pages
             self._evicted_value = node.value
             self._drop_host(node)
         return freed
+
+    def _windows_on_their_way(self, node: TreeNode) -> bool:
+        """Tell whether a node about to leave memory has windows that are still being written, for storage to keep."""
+        return (
+            node.device is None and self.controller.has_storage and any(part.write is not None for part in node.windows)
+        )
 
     def _keep_quota(self, owner: int) -> None:
         """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
