@@ -303,3 +303,11 @@ def test_command_of_one_pool_shows_no_table_of_pools() -> None:
     assert command.exit_code == 0, command.stderr
     assert "Pages by pool" not in command.stdout
     assert "\nwrite-back: " in command.stdout
+
+
+def test_info_shows_the_path_of_every_pool_in_every_layout_it_has() -> None:
+    command = hicache("info", "--pool", "hybrid_dsa", "--layers", "4", "--row-bytes", "64", "--device", "cpu")
+    assert command.exit_code == 0, command.stderr
+    table = command.stdout[command.stdout.index("hybrid_dsa pool on cpu") :]
+    rows = [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
+    assert {name: rows.count(name) for name in set(rows) - {""}} == {"kv": 12, "indexer": 12, "swa": 12, "mamba": 8}

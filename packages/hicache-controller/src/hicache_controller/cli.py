@@ -250,10 +250,10 @@ def make(
 @app.command()
 def info(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
-    pool: Annotated[str, typer.Option(help="mha or mla.")] = "mha",
+    pool: Annotated[str, typer.Option(help=f"Pools of the model: {', '.join(POOLS)}.")] = "mha",
     layers: Annotated[int, typer.Option(help="Model layers.")] = 32,
     row_bytes: Annotated[int, typer.Option(help="Bytes a row.")] = 2048,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    page_size: Annotated[int | None, typer.Option(help="Tokens a page [64; deepseek_v4: 256].")] = None,
 ) -> None:
     """Show versions, devices, compilers, the build cache, and the path each transfer of a pool would take and why."""
     try:
@@ -263,7 +263,7 @@ def info(
             pool=pool,
             layers=layers,
             row_bytes=row_bytes,
-            page_size=page_size,
+            page_size=DEFAULT_PAGE_SIZES.get(pool, 64) if page_size is None else page_size,
         )
     except (ValueError, RuntimeError, MemoryError) as error:
         _stop(str(error).splitlines()[0])

@@ -15,7 +15,10 @@ from rich.table import Column, Table
 from hicache_kernels import Direction, HostLayout
 from hicache_kernels.cli import show_info
 from hicache_kernels.info import kernels_info
-from hicache_pools import HostPool, MHATokenToKVPool, MHATokenToKVPoolHost, MLATokenToKVPool, MLATokenToKVPoolHost
+from hicache_pools import HostPool
+
+from .replay.model import sample_group
+from .replay.plans import Geometry, model_pools
 
 if TYPE_CHECKING:
     from .replay import Replay, ReplayOptions, ReplayReport
@@ -33,49 +36,37 @@ _OPERATION_BYTES = 512 << 20
 
 
 def show_information(console: Console, *, device: str, pool: str, layers: int, row_bytes: int, page_size: int) -> None:
-    """Print versions, devices, compilers and the build cache, and the path each transfer of such a pool would take.
+    """Print versions, devices, compilers and the build cache, and the path each transfer of a model's pools would take.
 
     Raises
     ------
     ValueError
         Naming the argument that does not make a pool.
     """
-    table = Table(
-        "layout",
-        "transfer",
-        "host pages",
-        "path",
-        Column("why", overflow="fold"),
-        title=f"{pool} pool on {device}: {layers} layers, rows of {row_bytes} bytes, pages of {page_size} tokens",
-    )
+    for name, value in (("layers", layers), ("row_bytes", row_bytes), ("page_size", page_size)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}; it must be positive")
+    plans = model_pools(pool, Geometry(layers, row_bytes, page_size, window_tokens=page_size))
+    rows: list[tuple[str, tuple[str, ...]]] = []
     for layout in HostLayout:
-        made = _sample_pool(device, pool, layers, row_bytes, page_size, layout)
+        group = sample_group(plans, page_size, device, layout)
         try:
-            for row in _paths(made):
-                table.add_row(layout.value, *row)
+            for entry in group.entries:
+                # Neither an anchor without bytes nor states, which are never layer_first, have a row here.
+                if entry.host_pool.page_bytes and entry.host_pool.layout == layout:
+                    rows += [(str(entry.name), (layout.value, *row)) for row in _paths(entry.host_pool)]
         finally:
-            made.destroy()
+            group.destroy()
+    title = f"{pool} pool on {device}: {layers} layers, rows of {row_bytes} bytes, pages of {page_size} tokens"
+    several = len({name for name, _ in rows}) > 1
+    columns = ("layout", "transfer", "host pages", "path", Column("why", overflow="fold"))
+    table = Table(*(("pool", *columns) if several else columns), title=title)
+    for name, row in rows:
+        table.add_row(*((name, *row) if several else row))
     found = kernels_info()
     ours = {name: metadata.version(name) for name in ("hicache-controller", "hicache-pools")}
     show_info(dataclasses.replace(found, versions=ours | found.versions), console)
     console.print(table)
-
-
-def _sample_pool(device: str, pool: str, layers: int, row_bytes: int, page_size: int, layout: HostLayout) -> HostPool:
-    for name, value in (("layers", layers), ("row_bytes", row_bytes), ("page_size", page_size)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-    rows = [
-        [torch.empty((page_size, 1, row_bytes), dtype=torch.uint8, device=device) for _ in range(layers)]
-        for _ in range(2)
-    ]
-    if pool == "mla":
-        mla = MLATokenToKVPool.from_buffers(kv=rows[0], page_size=page_size)
-        return MLATokenToKVPoolHost(mla, 0, 0, page_size, layout, pages=1)
-    if pool == "mha":
-        mha = MHATokenToKVPool.from_buffers(k=rows[0], v=rows[1], page_size=page_size)
-        return MHATokenToKVPoolHost(mha, 0, 0, page_size, layout, pages=1)
-    raise ValueError(f"pool is {pool!r}; mha or mla is expected")
 
 
 def _paths(pool: HostPool) -> Iterator[tuple[str, str, str, str]]:

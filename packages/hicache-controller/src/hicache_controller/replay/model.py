@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hicache_kernels import HostLayout
 from hicache_pools import (
     ExtentAllocator,
     HostPool,
@@ -20,7 +22,7 @@ from hicache_pools import (
 from ..hybrid import SidecarPoolSpec
 from ..tree import WindowComponent
 from .options import ReplayError, ReplayOptions
-from .plans import PoolPlan
+from .plans import PoolPlan, Tensors
 from .rows import Rows
 
 
@@ -99,28 +101,48 @@ def _books(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> HostPoolGroup
 
 def _with_bytes(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> tuple[Rows, HostPoolGroup]:
     device = torch.device(options.device)
-    tensors: dict[str, dict[str, list[torch.Tensor]]] = {}
+    try:
+        tensors = {str(plan.name): _allocate(plan, options.pool_pages(plan)[0], device) for plan in plans}
+    except RuntimeError as error:  # the device has no memory for them
+        raise ReplayError(f"l1_pages is {options.l1_pages}: {str(error).splitlines()[0]}") from None
+    sizes = {plan.name: options.pool_pages(plan) for plan in plans}
+    return Rows(plans, tensors, device), _host_pools(plans, tensors, sizes, options.page_size, HostLayout.PAGE_FIRST)
+
+
+def sample_group(plans: Sequence[PoolPlan], page_size: int, device: str, layout: HostLayout) -> HostPoolGroup:
+    """Make host pools of a page each, to see what transfers of such a model would do.
+
+    State pools have no ``layer_first``; they keep ``page_first`` then.
+    """
+    tensors = {str(plan.name): _allocate(plan, 1, torch.device(device)) for plan in plans}
+    return _host_pools(plans, tensors, {plan.name: (1, 1) for plan in plans}, page_size, layout)
+
+
+def _host_pools(
+    plans: Sequence[PoolPlan],
+    tensors: Mapping[str, Tensors],
+    sizes: Mapping[PoolName, tuple[int, int]],
+    page_size: int,
+    layout: HostLayout,
+) -> HostPoolGroup:
     specs: dict[str, PoolSpec] = {}
     for plan in plans:
-        device_pages, host_pages = options.pool_pages(plan)
-        try:
-            mine = tensors[plan.name] = _allocate(plan, device_pages, device)
-        except RuntimeError as error:  # the device has no memory for them
-            raise ReplayError(f"l1_pages is {options.l1_pages}: {str(error).splitlines()[0]}") from None
         own = len(plan.layers)
-        draft = {name: layers[own:] for name, layers in mine.items()}
+        mine = {name: layers[:own] for name, layers in tensors[plan.name].items()}
+        draft = {name: layers[own:] for name, layers in tensors[plan.name].items()}
         owns_slots = plan.name == PoolName.KV or plan.window_pages is not None
         specs[plan.name] = PoolSpec(
-            plan.describe({name: layers[:own] for name, layers in mine.items()}, plan.page_size),
+            plan.describe(mine, plan.page_size),
             plan.layers,
             indices_from_pool=None if owns_slots else PoolName.KV,
-            pages=host_pages if owns_slots else None,
+            pages=sizes[plan.name][1] if owns_slots else None,
             packed_draft_device_pools=[plan.describe(draft, plan.page_size)] if plan.packed_draft_layers else (),
+            layout=HostLayout.PAGE_FIRST if plan.page_size == 1 and layout is HostLayout.LAYER_FIRST else None,
         )
     # The ratio sizes an anchor without bytes, whose pages no pool tells; the half keeps rounding from taking one away.
-    ratio = (options.l2_pages + 0.5) / options.l1_pages
-    group = build_host_pool_group(specs, page_size=options.page_size, host_to_device_ratio=ratio)
-    return Rows(plans, tensors, device), group
+    device_pages, host_pages = sizes[plans[0].name]
+    ratio = (host_pages + 0.5) / device_pages
+    return build_host_pool_group(specs, page_size=page_size, host_to_device_ratio=ratio, layout=layout)
 
 
 def _allocate(plan: PoolPlan, pages: int, device: torch.device) -> dict[str, list[torch.Tensor]]:
