@@ -294,6 +294,37 @@ def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch:
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.parametrize("model", ["gemma3", "mistral", "qwen3_next"], indirect=True)
+def test_where_prompts_part_a_window_or_state_is_saved_for_the_third(model: Any) -> None:
+    document = fam.random_tokens(60)
+    with fam.open_cache(model) as cache:
+        for cached in (0, 0, 56):
+            prompt = torch.cat([document, fam.random_tokens(30)], 1)
+            expected = model.generate(prompt, max_new_tokens=3, do_sample=False)
+            with cache.session(prompt) as past:
+                assert past.cached_tokens == cached
+                output = model.generate(prompt, past_key_values=past, max_new_tokens=3, do_sample=False)
+            assert torch.equal(output, expected)
+        fam.check(cache)
+
+
+@pytest.mark.parametrize("model", ["gemma3", "mistral"], indirect=True)
+def test_the_window_at_the_end_of_a_long_pass_is_saved(model: Any) -> None:
+    prompt = fam.random_tokens(600)
+    with fam.open_cache(model) as cache:
+        with cache.session(prompt, checkpoints=()) as past:
+            fam.forward(model, prompt, past)
+        with cache.session(torch.cat([prompt, fam.random_tokens(3)], 1), checkpoints=()) as past:
+            assert past.cached_tokens == 600
+            fam.forward(model, fam.random_tokens(3), past)
+        middle = fam.random_tokens(303)
+        with cache.session(middle, checkpoints=()) as past:
+            fam.forward(model, middle, past)
+        with cache.session(torch.cat([middle, fam.random_tokens(9)], 1), checkpoints=()) as past:
+            assert past.cached_tokens == 296
+            fam.forward(model, fam.random_tokens(16), past)
+
+
 def test_namespaces_do_not_share_prefixes() -> None:
     model = fam.make_model("llama", seed=6)
     prompt = fam.random_tokens(33)
@@ -320,6 +351,24 @@ def test_a_prompt_longer_than_the_device_tier_is_cached_in_part() -> None:
                 output = model.generate(prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
             assert torch.equal(output, expected)
             fam.check(cache)
+
+
+def test_compiled_steps_follow_a_restored_prefix() -> None:
+    model = fam.make_model("llama", seed=11)
+    prompt = fam.random_tokens(45)
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with fam.open_cache(model) as cache:
+        fam.keep(cache, prompt, 40)
+        fam.evict(cache)
+        with cache.session(prompt, max_cache_len=64) as past, torch.no_grad():
+            assert past.cached_tokens == 40
+            chosen = [fam.forward(model, prompt[:, 40:], past)[:, -1:].argmax(-1)]
+            for position in range(45, 48):
+                options = {"position_ids": torch.tensor([[position]]), cache.cache_argument: past}
+                logits = step(input_ids=chosen[-1], use_cache=True, **options).logits
+                chosen.append(logits[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat([prompt, *chosen], 1), expected)
 
 
 def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_part(tmp_path: Path) -> None:

@@ -70,10 +70,14 @@ class Checkpoints:
         self._rest: list[Checkpoint] = []
 
     def want(self, tokens: Sequence[int] | None) -> None:
-        """Ask for checkpoints at numbers of tokens, cut to whole pages; by default the last that is before the end."""
+        """Ask for checkpoints at numbers of tokens, cut to whole pages.
+
+        By default at the last page boundary before the end of the prompt, and where it leaves what is known: others
+        went on from there, so more will.
+        """
         size = self._tiers.page_size
         for index, row in enumerate(self._rows):
-            wanted = [row.length - 1] if tokens is None else [min(each, row.length) for each in tokens]
+            wanted = [row.shared, row.length - 1] if tokens is None else [min(each, row.length) for each in tokens]
             for end in sorted({each // size * size for each in wanted}):
                 if end > row.taken:
                     self._new(index, end)

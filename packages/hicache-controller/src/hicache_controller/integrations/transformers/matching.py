@@ -71,6 +71,8 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
             tree.release(row.match)
             row.match = following
             row.match = tree.prefetch(following)
+    if tiers.windowed:
+        row.shared = tree.known_pages(key.hashes[:limit]) * size
     return Hit(0, device * size, host * size, (row.match.pages - device - host) * size)
 
 

@@ -28,12 +28,15 @@ class Row:
         What the tree has of it, pinned.
     taken
         Tokens restored from the match; at most all of its pages'.
+    shared
+        Tokens of the prompt that some tier knows, whether or not a window or a state lets a prefix end there.
     """
 
     tokens: Tokens
     pad: int
     match: Match | None = None
     taken: int = 0
+    shared: int = 0
 
     @property
     def length(self) -> int:
