@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hicache_kernels import HostLayout
 from hicache_kernels.planner import (
+    DIRECT_CEILING,
     H200,
     SHORT_ROW_BYTES,
     STAGED_PREFERENCE,
@@ -258,6 +259,8 @@ def test_short_rows_take_a_load_twice_the_ctas_unless_a_quota_says_how_many() ->
         return plan_load(short, constants=CONSTANTS, policy="direct", **options).block_quota
 
     assert ctas(SHORT_ROW_BYTES - 16) == 2 * ctas(SHORT_ROW_BYTES) == 2 * CONSTANTS.load.default_ctas
+    assert ctas(1152) == ctas(SHORT_ROW_BYTES)
+    assert ctas(1152 + 64) == 2 * ctas(1152)
     assert ctas(16, block_quota=3) == 3
 
 
@@ -268,3 +271,9 @@ def test_loads_take_more_layers_a_copy_where_that_spares_the_caller() -> None:
     assert layers_per_copy(scattered, dataclasses.replace(CONSTANTS, load=fast), 64 << 20) == 1
     slow = dataclasses.replace(fast, batch_submit_seconds=0.4e-6)
     assert layers_per_copy(scattered, dataclasses.replace(CONSTANTS, load=slow), 64 << 20) > 1
+
+
+def test_no_measured_rate_promises_more_than_such_transfers_reach() -> None:
+    flattered = dataclasses.replace(DIRECTION, direct_rates=((1, 10e9), (2, 60e9)))
+    assert flattered.direct_rate(1) == 10e9
+    assert flattered.direct_rate(2) == DIRECT_CEILING * flattered.copy_bytes_per_second

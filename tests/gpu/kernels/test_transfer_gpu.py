@@ -9,7 +9,7 @@ import torch
 
 from hicache_kernels import HostLayout, PlaneTransfer, movers
 from hicache_kernels.checks import CHECK_VARIABLE
-from hicache_kernels.staging import StagingRing
+from hicache_kernels.staging import Direction, StagingRing
 from hicache_kernels.transfer import BOTH_RUNS
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +126,7 @@ def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
     monkeypatch.setattr(movers, "BULK_BLOCKS", 1)
     monkeypatch.setattr(movers, "BULK_LOAD_ROW_BYTES", 256)
     monkeypatch.setattr(movers, "BULK_WRITE_BACK_ROW_BYTES", 256)
+    monkeypatch.setattr(movers, "BULK_MULTIPLE", 16)
     form, dtype = random.choice(["slot_major", "block_major"]), random.choice([torch.int32, torch.int64])
     pool = pools.random_pool(layout, (row_bytes, row_bytes), layers=4, pages=75, page_size=2, form=form, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="direct")
@@ -446,3 +447,18 @@ def test_a_default_device_of_the_engine_changes_nothing(pools, gpu, policy):
     pool.check_write_back(host, slots, under(transfer.write_back), wait)
     pool.check_load(host, slots, under(transfer.load), wait, layer_events=True)
     pool.check_load(host, slots, under(transfer.load), wait, layer=2)
+
+
+@pytest.mark.parametrize("policy", PATHS)
+def test_copies_never_run_on_a_stream_that_torch_hands_out(pools, gpu, policy):
+    """Torch has few streams: an engine's own would share one with the copies, and wait for them."""
+    pool = pools.random_pool("page_first_direct", (64,), layers=3, pages=8, page_size=2, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy=policy)
+    slots = pool.slots(torch.arange(8))
+    transfer.write_back(slots, slots)
+    transfer.load(slots, slots, layer_events=True)
+    wait()
+    handed_out = {torch.cuda.Stream(gpu).cuda_stream for _ in range(100)}
+    own = {transfer.ring.lane(direction).stream for direction in Direction} | {*transfer._direct_lanes}
+    assert handed_out.isdisjoint(stream.cuda_stream for stream in own - {None})
+    assert len(own - {None}) >= 2

@@ -29,7 +29,7 @@ from .transfer import PlaneTransfer, TransferResult
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 BUFFER_BYTES = 64 << 20
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PAGE_BYTES = 32 << 10
@@ -238,7 +238,7 @@ class _Probe:
     def _time(
         self, call: Callable[[], TransferResult | None], *, until_released: bool = False, repeats: int = REPEATS
     ) -> _Timing:
-        """Median device time of what a call queues, to the end of its copies or of its row kernels."""
+        """Least device time of what a call queues, to the end of its copies or of its row kernels: noise only adds."""
         found = []
         for _ in range(repeats + 1):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class _Probe:
             torch.cuda.synchronize(self._device)
             found.append((float(begin.elapsed_time(end)) / 1e3, submit))
         moved, copies = (0, 0) if result is None else (result.bytes, result.copies)
-        return _Timing(median(s for s, _ in found[1:]), median(s for _, s in found[1:]), moved, copies)
+        return _Timing(min(s for s, _ in found[1:]), median(s for _, s in found[1:]), moved, copies)
 
     def _marginal(
         self,
@@ -341,10 +341,12 @@ class _Probe:
     def with_pitched_copies(self, load: DirectionConstants) -> DirectionConstants:
         """Measure 2-D copies, which only loads make."""
         rate = load.copy_bytes_per_second
-        widths = []
+        widths: list[tuple[int, float]] = []
         for width in WIDTHS:
             timing = self._marginal_layers(width, lambda pages: pages >= 0)
-            widths.append((width, min(1.0, timing.bytes / rate / timing.seconds)))
+            # Wider copies are no slower: where they seem to be, it is noise.
+            least = widths[-1][1] if widths else 0.0
+            widths.append((width, min(1.0, max(least, timing.bytes / rate / timing.seconds))))
         runs = self._marginal_layers(WIDTHS[-1], lambda pages: pages % 5 != 4)
         copy_2d = (runs.seconds - runs.bytes / rate / widths[-1][1]) / runs.copies
         return dataclasses.replace(

@@ -11,7 +11,7 @@ import tvm_ffi
 
 from .pieces import StagingLayout, staging_layout
 from .plane import Plane
-from .planner import layer_groups
+from .planner import BULK_MULTIPLE, layer_groups
 from .rows import OtherSide, RowTables, build_tables
 from .staging import Direction, StagingRing
 
@@ -26,7 +26,8 @@ BULK_BLOCKS = 2
 """CTAs from which bulk copies pay."""
 BULK_LOAD_ROW_BYTES = 256
 """Rows from which a direct load goes by bulk copies: with 2 CTAs rows of 1024 bytes and more reach 0.92 of the bus,
-where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row kernel 0.90 (tuning runs on an H200)."""
+where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row kernel 0.90. Rows of 576 bytes, which
+split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
 BULK_WRITE_BACK_ROW_BYTES = 1 << 30
 """Rows from which a direct write-back goes by bulk copies: never, as the row kernel is as fast with 2 CTAs (0.93)."""
 STAGED_THREADS = 1024
@@ -148,7 +149,8 @@ class DirectMover:
     def _bulk(self, to_device: bool, blocks: int) -> int:
         """Shared memory of a CTA for bulk copies; 0 where the row kernel is faster."""
         least = BULK_LOAD_ROW_BYTES if to_device else BULK_WRITE_BACK_ROW_BYTES
-        return BULK_SHARED_BYTES if self._row_bytes >= least and blocks >= BULK_BLOCKS else 0
+        long = self._row_bytes >= least and self._row_bytes % BULK_MULTIPLE == 0
+        return BULK_SHARED_BYTES if long and blocks >= BULK_BLOCKS else 0
 
     def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
         key = (to_device, layer)

@@ -16,6 +16,9 @@ DIRECT = "direct"
 REFERENCE = "reference"
 NEAR_FULL_RATE = 0.95
 """Share of the best rate of the main module that its default number of CTAs reaches."""
+DIRECT_CEILING = 0.93
+"""Share of a plain copy that SM-driven transfers reach at most (0.92 to 0.94 on an H200): calibration moves so little
+that the caches of the CPU hold it, and finds more."""
 POLICIES = ("auto", STAGED, DIRECT, REFERENCE)
 
 
@@ -72,9 +75,12 @@ class DirectionConstants:
         below = (0, 0.0)
         for point in self.direct_rates:
             if ctas <= point[0]:
-                return below[1] + (point[1] - below[1]) * (ctas - below[0]) / (point[0] - below[0])
+                rate = below[1] + (point[1] - below[1]) * (ctas - below[0]) / (point[0] - below[0])
+                break
             below = point
-        return below[1]
+        else:
+            rate = below[1]
+        return min(rate, DIRECT_CEILING * self.copy_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +268,11 @@ SUBMIT_MARGIN = 4.0
 (0.5 us a copy in calibration, 1.2 to 1.4 us in operations that came one at a time, on an H200)."""
 CALLER_WEIGHT = 0.1
 """What a second of the caller's thread is worth, in seconds of a load."""
+BULK_MULTIPLE = 128
+"""Rows of other lengths do not go by bulk copies: they would split the packets of the bus (``movers.py``)."""
 SHORT_ROW_BYTES = 512
-"""Shorter rows take a load twice the CTAs: one names about 57 million rows a second (measured on an H200)."""
+"""Shorter rows, and those that do not go by bulk copies, take a load twice the CTAs: a CTA names about 57 million rows
+a second, and the row kernel reaches 0.83 of the bus with 2 CTAs, 0.90 with 4 (measured on an H200)."""
 STAGED_PREFERENCE = 0.04
 """How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
 
@@ -442,7 +451,7 @@ def plan_load(
     each = 1 if layer_by_layer else layers_per_copy(work, constants, staging_bytes)
     seconds = staged_load_seconds(work, constants, staging_bytes, each)
     ctas = _ctas(constants.load, block_quota)
-    if block_quota is None and work.row_bytes < SHORT_ROW_BYTES:
+    if block_quota is None and (work.row_bytes < SHORT_ROW_BYTES or work.row_bytes % BULK_MULTIPLE):
         ctas *= 2
     direct = direct_seconds(work, constants.load, constants.launch_seconds, ctas, launches)
     plan = _choose("load-back", work, constants, seconds, direct, available, policy, block_quota, ctas)

@@ -10,6 +10,8 @@ import tvm_ffi
 
 from .planner import H200
 from .row_sets import Rows
+from .staging import canonical_device
+from .streams import own_stream
 
 THREADS = 1024
 STAGED_BLOCKS = 132
@@ -173,9 +175,6 @@ def _piece(to: Rows, staging: torch.Tensor, page_size: int, slot_bytes: int) -> 
     return [host, page_size * to.stride, 0, to.row_bytes, staging.data_ptr(), page_size * slot_bytes, *layers, *slots]
 
 
-_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
 class _Streams:
     """Streams and events of one staged operation as the handles a module takes; all 0 on the CPU."""
 
@@ -185,7 +184,7 @@ class _Streams:
         if device.type == "cpu":
             return
         self._current = torch.cuda.current_stream(device)
-        self._copy = _copy_streams.get(device) or _copy_streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self._copy = own_stream(canonical_device(device), "copies of the staged calls")
         self.rows, self.copies = self._current.cuda_stream, self._copy.cuda_stream
         self._events = [torch.cuda.Event() for _ in range(2 * buffers)]  # type: ignore[no-untyped-call]
         for event in self._events:

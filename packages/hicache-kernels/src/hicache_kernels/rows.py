@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from .plane import Plane
+from .streams import own_stream
 
 GROUP_FIELDS = 14
 VECTOR_WIDTHS = (16, 8, 4)
@@ -144,17 +144,11 @@ def walk(side: OtherSide, page_size: int) -> int:
     return 0 if side.page == page_size * side.slot else page_size
 
 
-@functools.cache
-def _upload_stream(device: torch.device) -> torch.cuda.Stream:
-    # Of high priority, as those come from a pool of their own: nobody's work is on it by chance.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-
-
 def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy to the device, for kernels of any stream, without waiting for what the current stream holds."""
     if device.type == "cpu":
         return table
-    stream = _upload_stream(device)
+    stream = own_stream(device, "row tables")
     with torch.cuda.stream(stream):
         uploaded = table.pin_memory().to(device, non_blocking=True)
     stream.synchronize()

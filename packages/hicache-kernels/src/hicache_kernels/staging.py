@@ -9,6 +9,8 @@ from enum import StrEnum
 import torch
 import tvm_ffi
 
+from .streams import own_stream
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_BYTES = 128 << 20
@@ -41,8 +43,11 @@ class StagingLane:
     follow each other.
     """
 
-    def __init__(self, device: torch.device, lane_bytes: int, chunk_bytes: int, pages: int | None) -> None:
+    def __init__(
+        self, device: torch.device, direction: Direction, lane_bytes: int, chunk_bytes: int, pages: int | None
+    ) -> None:
         self.device = device
+        self._direction = direction
         self.lock = threading.RLock()
         self.cursor = 0
         self.stream: torch.cuda.Stream | None = None
@@ -102,7 +107,7 @@ class StagingLane:
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 if self.stream is None:
-                    self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                    self.stream = own_stream(self.device, f"copies of a {self._direction}")
                 # The allocator may hand out memory that work on the current stream still uses.
                 self.stream.wait_stream(torch.cuda.current_stream(self.device))
                 self._memory.record_stream(self.stream)
@@ -160,6 +165,7 @@ class StagingRing:
         self._lanes = {
             direction: StagingLane(
                 self.device,
+                direction,
                 budget_bytes // 2,
                 DEFAULT_CHUNK_BYTES[self.device.type, direction] if chunk_bytes is None else chunk_bytes,
                 pages,

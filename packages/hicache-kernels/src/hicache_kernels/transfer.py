@@ -20,6 +20,7 @@ from .probe import load_module, unavailable_reason
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
+from .streams import own_stream
 
 __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "TransferResult"]
 
@@ -577,7 +578,7 @@ class PlaneTransfer:
 
     @functools.cached_property
     def _direct_lanes(self) -> tuple[torch.cuda.Stream, ...]:
-        return tuple(torch.cuda.Stream(self.device) for _ in range(2))  # type: ignore[no-untyped-call]
+        return tuple(own_stream(self.device, f"layers, {number}") for number in range(2))
 
     # ---- devices and indices
 

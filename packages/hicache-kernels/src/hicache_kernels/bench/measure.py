@@ -10,7 +10,8 @@ from statistics import median
 import torch
 
 from ..planner import PathUnavailableError
-from ..staging import Direction
+from ..staging import Direction, canonical_device
+from ..streams import own_stream
 from ..transfer import TransferResult
 from .cases import Case
 from .pool import BenchPool, Buffers
@@ -166,7 +167,8 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         Measured repetitions, after one that is not.
     """
     device = pool.device_indices.device
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    # One of torch's own could be the stream of the copies, behind which no event is seen before the last.
+    side = own_stream(canonical_device(device), "timing") if device.type == "cuda" else None
     try:
         result = submit(pool, case)
     except PathUnavailableError as error:

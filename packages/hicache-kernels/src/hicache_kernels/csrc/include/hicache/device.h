@@ -3,6 +3,8 @@
 
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <cstdint>
+
 #if defined(__HIP__) || defined(__HIPCC__)
 #define HICACHE_ROCM 1
 #define HICACHE_GPU 1
@@ -36,6 +38,9 @@ inline bool gpuIsCapturing(gpuStream_t stream) {
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
   static_cast<void>(cudaGetLastError());
   return true;  // the default stream, while another one is captured
+}
+inline gpuError_t gpuStreamCreate(gpuStream_t* stream) {
+  return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking);
 }
 inline gpuError_t gpuMemsetAsync(void* to, int value, size_t bytes, gpuStream_t stream) {
   return cudaMemsetAsync(to, value, bytes, stream);
@@ -99,6 +104,9 @@ inline bool gpuIsCapturing(gpuStream_t stream) {
   static_cast<void>(hipGetLastError());
   return true;  // the default stream, while another one is captured
 }
+inline gpuError_t gpuStreamCreate(gpuStream_t* stream) {
+  return hipStreamCreateWithFlags(stream, hipStreamNonBlocking);
+}
 inline gpuError_t gpuMemsetAsync(void* to, int value, size_t bytes, gpuStream_t stream) {
   return hipMemsetAsync(to, value, bytes, stream);
 }
@@ -133,6 +141,17 @@ inline void check_gpu(gpuError_t error, const char* what) {
     TVM_FFI_THROW(RuntimeError) << what << " failed: " << gpuGetErrorString(error);
   }
 }
+
+// A stream of the current device that nobody else has; it lives as long as the process.
+inline int64_t create_stream_entry() {
+  gpuStream_t stream = nullptr;
+  check_gpu(gpuStreamCreate(&stream), "making a stream");
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream));
+}
+
+#else
+
+inline int64_t create_stream_entry() { return 0; }
 
 #endif
 
