@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from hicache_controller import Namespace
 from hicache_controller.integrations.transformers import HiCache, Hit, matching
+from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
 
 
 def _families() -> ModuleType:
@@ -369,6 +370,27 @@ def test_compiled_steps_follow_a_restored_prefix() -> None:
                 logits = step(input_ids=chosen[-1], use_cache=True, **options).logits
                 chosen.append(logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat([prompt, *chosen], 1), expected)
+
+
+@pytest.mark.parametrize("model", ["gemma3", "qwen3_next"], indirect=True)
+def test_a_checkpoint_behind_the_end_of_the_device_tier_is_not_kept_for_another_place(model: Any) -> None:
+    prompt = fam.random_tokens(100)
+    with fam.open_cache(model) as cache:
+        tiers = cache.tiers
+        page_bytes = {str(entry.name): entry.host_pool.page_bytes for entry in tiers.group.entries}
+    checkpoint = page_bytes.get("swa", 0) * tiers.window_pages + page_bytes.get("mamba", 0)
+    size = FEWEST_CHECKPOINTS * checkpoint + 7.5 * page_bytes["kv"]
+    with fam.open_cache(model, l1_gb=size / 1e9) as cache:
+        assert cache.stats().device_capacity == 7 * fam.PAGE
+        for cached in (0, 24):
+            with cache.session(prompt, checkpoints=[24, 96]) as past:
+                assert past.hits[0].tokens == cached
+                fam.forward(model, prompt[:, past.get_seq_length() :], past)
+            fam.check(cache)
+        with cache.session(prompt, checkpoints=()) as past:
+            logits = fam.forward(model, prompt[:, 24:], past)
+        fresh = fam.forward(model, prompt, fam.DynamicCache(config=model.config))
+        torch.testing.assert_close(logits, fresh[:, 24:])
 
 
 def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_part(tmp_path: Path) -> None:

@@ -38,10 +38,15 @@ class FilledOnTouch:
         self._fill = fill
 
     def fill(self) -> None:
-        """Fill it, the first time."""
+        """Fill it, the first time that succeeds."""
         fill, self._fill = self._fill, None
-        if fill is not None:
+        if fill is None:
+            return
+        try:
             fill()
+        except BaseException:
+            self._fill = fill
+            raise
 
 
 class FullAttention(FilledOnTouch):

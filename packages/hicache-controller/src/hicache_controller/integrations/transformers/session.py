@@ -253,9 +253,14 @@ class Session:
         self, past: PastCache | StaticPastCache, index: int, row: Row, tokens: Tokens, checkpoints: Sequence[Checkpoint]
     ) -> None:
         tiers, tree = self._tiers, self._tiers.tree
+        room = tree.device_allocator.page_num
+        if tiers.windowed:
+            # Pages behind the last checkpoint are no use, and a checkpoint counts at its own place alone.
+            checkpoints = [each for each in checkpoints if each.tokens <= room * tiers.page_size]
+            tokens = tokens[: checkpoints[-1].tokens if checkpoints else 0]
         keys = SequenceKeys(tiers.page_size, tokens, namespace=self._namespace)
-        pages = checkpoints[-1].tokens // tiers.page_size if tiers.windowed and checkpoints else len(keys)
-        if tiers.windowed and not checkpoints:
+        pages = min(len(keys), room)
+        if not pages:
             return
         if row.match is not None:
             settled, row.match = tree.settle(row.match), None
@@ -266,7 +271,7 @@ class Session:
         match = tree.match_prefix(keys.hashes[:pages], namespace=self._namespace)
         if match.pages < pages and not match.on_device:
             match = tree.load_back(match)
-        count = min(pages, tiers.tree.device_allocator.page_num) - match.pages
+        count = pages - match.pages
         fresh = tree.alloc_device(count) if count > 0 else None
         if fresh is None:
             tree.release(match)
