@@ -17,6 +17,7 @@ from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .directory import StorageDirectory, disk_bytes, file_size, last_use, remove_file, renew
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
+from .page_cache import is_cached
 from .page_file import FOOTER_BYTES, Outcome, read_page, write_page
 from .page_index import PageIndex
 
@@ -179,7 +180,9 @@ class FileStorage(HiCacheStorage):
             self._count("skipped", len(keys))
             return [False] * len(keys)
         items = list(zip(keys, pages, strict=True))
-        outcomes = self._threads.map(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096)
+        # Pages that are read together were mostly written together.
+        waits = not all(is_cached(self._path(pool, key + self._model)) for key in {keys[0], keys[-1]})
+        outcomes = self._threads.map(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096, waits=waits)
         with self._mutex:
             part = self._part(pool)
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
@@ -259,7 +262,7 @@ class FileStorage(HiCacheStorage):
         try:
             with self._directory.locked(exclusive=False):
                 worth = pool.page_bytes if pool.page_bytes >= _SPREAD_WRITES else 0
-                written = self._threads.map(lambda job: self._write(pool, job), todo, worth)
+                written = self._threads.map(lambda job: self._write(pool, job), todo, worth, waits=True)
                 failure = self._publish(pool, size, todo, written, stored)
         finally:
             with self._mutex:

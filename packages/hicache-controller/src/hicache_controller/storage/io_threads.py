@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _LEAST_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
+
+_BUSY_THREADS = min(4, len(os.sched_getaffinity(0)))
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -25,12 +28,25 @@ class IoThreads:
         self._threads = threads
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="hicache-file")
 
-    def map(self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int) -> list[_Result]:
-        """Do the work of all items of about so many bytes each; results in order.
+    def map(
+        self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int, *, waits: bool
+    ) -> list[_Result]:
+        """Do the work of all items; results in order.
 
         Whatever happens, nothing is done any more once this returns or raises.
+
+        Parameters
+        ----------
+        work, items
+            What to do with each.
+        item_bytes
+            Bytes an item moves, about.
+        waits
+            Whether the work waits for a disk. Work that keeps a CPU busy gets a thread a CPU, and few: the others would
+            only take the GIL from each other.
         """
-        threads = max(1, min(self._threads, len(items), len(items) * item_bytes // _LEAST_BYTES))
+        most = self._threads if waits else min(self._threads, _BUSY_THREADS)
+        threads = max(1, min(most, len(items), len(items) * item_bytes // _LEAST_BYTES))
         left = iter(enumerate(items))  # shared: who is done takes the next, however the system divides its CPUs
         results: dict[int, _Result] = {}
 

@@ -1,0 +1,116 @@
+"""The threads that move pages, and how many of them a batch gets."""
+
+import os
+import threading
+
+import pytest
+from tests.conftest import needs
+
+from hicache_controller.storage import FileStorage, file, io_threads
+from hicache_controller.storage.io_threads import IoThreads
+from hicache_controller.storage.page_cache import is_cached
+
+MB = 1 << 20
+WAIT_SECONDS = 30
+
+
+@pytest.fixture
+def threads():
+    made = IoThreads(6)
+    yield made
+    made.shutdown()
+
+
+class Crowd:
+    """Work that tells how many do it at once, and holds each until so many have come or nobody else can."""
+
+    def __init__(self, wanted):
+        self.barrier = threading.Barrier(wanted)
+        self.here, self.most = 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, item):
+        with self.lock:
+            self.here += 1
+            self.most = max(self.most, self.here)
+        self.barrier.wait(WAIT_SECONDS)
+        with self.lock:
+            self.here -= 1
+        return item
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("count", "item_bytes"), [(0, MB), (1, MB), (3, 10), (40, 70_000), (200, MB)])
+def test_results_come_in_order(threads, count, item_bytes, waits):
+    items = list(range(count))
+    assert threads.map(lambda item: item * 3, items, item_bytes, waits=waits) == [item * 3 for item in items]
+
+
+@pytest.mark.parametrize(("waits", "busy", "at_once"), [(True, 2, 6), (False, 2, 2), (False, 1, 1), (False, 100, 6)])
+def test_work_that_waits_gets_all_threads_and_busy_work_a_thread_a_cpu(threads, monkeypatch, waits, busy, at_once):
+    monkeypatch.setattr(io_threads, "_BUSY_THREADS", busy)
+    crowd = Crowd(at_once)
+    assert threads.map(crowd, list(range(6 * at_once)), MB, waits=waits) == list(range(6 * at_once))
+    assert crowd.most == at_once
+
+
+def test_small_work_stays_on_the_callers_thread(threads):
+    done_by = threads.map(lambda _: threading.get_ident(), list(range(20)), 4096, waits=True)
+    assert set(done_by) == {threading.get_ident()}
+
+
+def test_a_failure_is_raised_once_nothing_is_done_any_more(threads):
+    running = []
+
+    def work(item):
+        running.append(item)
+        try:
+            if item == 5:
+                raise LookupError("item 5")
+            return item
+        finally:
+            running.remove(item)
+
+    with pytest.raises(LookupError, match="item 5"):
+        threads.map(work, list(range(200)), MB, waits=True)
+    assert not running
+    assert threads.map(work, [1, 2], MB, waits=True) == [1, 2]
+
+
+def test_a_file_is_in_the_page_cache_as_long_as_reading_it_does_not_wait(tmp_path):
+    path = str(tmp_path / "page")
+    assert not is_cached(path)
+    with open(path, "wb") as written:
+        written.write(os.urandom(300_000))
+        written.flush()
+        os.fsync(written.fileno())
+        needs(is_cached(path), "this kernel does not tell what is in the page cache")
+        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    # Some file systems keep what they are told to drop.
+    cached = is_cached(path)
+    with open(path, "rb") as read:
+        try:
+            at_once = os.preadv(read.fileno(), [bytearray(300_000)], 0, os.RWF_NOWAIT) == 300_000
+        except BlockingIOError:
+            at_once = False
+    assert cached == at_once
+    with open(path, "rb") as read:
+        read.read()
+    assert is_cached(path)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_pages_in_the_page_cache_are_busy_work_and_others_wait(
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, cached
+):
+    storage, pool, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), new_keys(5)
+    storage.register_mem_pool_host(pool)
+    assert all(storage.batch_set(keys, pool.slots(range(5))))
+    asked, told = [], []
+    monkeypatch.setattr(file, "is_cached", lambda path: asked.append(path) or cached)
+    real = storage._threads.map
+    monkeypatch.setattr(storage._threads, "map", lambda *args, waits: told.append(waits) or real(*args, waits=waits))
+    assert all(storage.batch_get(keys, pool.slots(range(5))))
+    assert told == [not cached]
+    assert set(asked) <= {storage.page_path(keys[0]), storage.page_path(keys[-1])}
+    storage.close()
