@@ -60,21 +60,46 @@ def test_small_work_stays_on_the_callers_thread(threads):
 
 
 def test_a_failure_is_raised_once_nothing_is_done_any_more(threads):
-    running = []
+    inside, release, errors = threading.Event(), threading.Event(), []
+
+    def call():
+        caller = threading.get_ident()
+
+        def work(item):
+            if threading.get_ident() == caller:
+                inside.wait(WAIT_SECONDS)
+                raise LookupError(f"item {item}")
+            inside.set()
+            release.wait(WAIT_SECONDS)
+
+        try:
+            threads.map(work, [0, 1], MB, waits=True)
+        except LookupError as error:
+            errors.append(error)
+
+    calling = threading.Thread(target=call)
+    calling.start()
+    assert inside.wait(WAIT_SECONDS)
+    calling.join(0.2)
+    assert calling.is_alive()
+    release.set()
+    calling.join(WAIT_SECONDS)
+    assert len(errors) == 1
+    assert threads.map(lambda item: item, [1, 2], MB, waits=True) == [1, 2]
+
+
+def test_a_failure_on_another_thread_is_raised_too(threads):
+    caller, failed = threading.get_ident(), threading.Event()
 
     def work(item):
-        running.append(item)
-        try:
-            if item == 5:
-                raise LookupError("item 5")
+        if threading.get_ident() == caller:
+            failed.wait(WAIT_SECONDS)
             return item
-        finally:
-            running.remove(item)
+        failed.set()
+        raise LookupError(f"item {item}")
 
-    with pytest.raises(LookupError, match="item 5"):
-        threads.map(work, list(range(200)), MB, waits=True)
-    assert not running
-    assert threads.map(work, [1, 2], MB, waits=True) == [1, 2]
+    with pytest.raises(LookupError, match="item"):
+        threads.map(work, [0, 1], MB, waits=True)
 
 
 def test_a_file_is_in_the_page_cache_as_long_as_reading_it_does_not_wait(tmp_path):
