@@ -19,8 +19,10 @@ nox.options.error_on_missing_interpreters = True
 ROOT = Path(__file__).parent
 PACKAGES = ("hicache-kernels", "hicache-pools", "hicache-controller")
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
+DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
 NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl==13.*")
 COMPILE_TESTS = "tests/kernels/compile"
+DOCUMENT_TESTS = ("tests/together/test_docs.py", "tests/together/test_docs_site.py")
 OLDEST_TORCH = "2.10.*"
 REPORTS = Path(tempfile.mkdtemp(prefix="hicache-nox-"))
 SMOKE_CHECKS = {
@@ -79,7 +81,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["static"])
 def typecheck(session: nox.Session) -> None:
     """Mypy in strict mode on all three packages."""
-    install_wheels(session, *PACKAGES, with_=("mypy>=1.14",))
+    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus,transformers]", with_=("mypy>=1.14",))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
 
@@ -125,8 +127,35 @@ def controller(session: nox.Session) -> None:
 @nox.session
 def together(session: nox.Session) -> None:
     """Run the tests of all three packages at work, and the GPU tests (which skip where there is none)."""
-    install_wheels(session, *PACKAGES, with_=TEST_TOOLS)
-    pytest(session, "tests/together", "tests/gpu")
+    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus,transformers]", with_=TEST_TOOLS)
+    pytest(session, "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run the examples; each checks its own answers."""
+    install_wheels(session, *PACKAGES, extras="[transformers]")
+    for example in ("minimal_engine.py", "chat.py"):
+        session.run("python", f"examples/{example}")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documents with strict links; check every snippet, command, name, metric and log line in them."""
+    install_wheels(session, *PACKAGES, extras="[prometheus,transformers]", with_=(*TEST_TOOLS, *DOCUMENT_TOOLS))
+    site = Path(session.create_tmp()) / "site"
+    session.run("mkdocs", "build", "--strict", "--site-dir", str(site), env={"NO_MKDOCS_2_WARNING": "1"})
+    pytest(session, *DOCUMENT_TESTS, HICACHE_DOCS="1")
+
+
+@nox.session(default=False)
+def sanitizer(session: nox.Session) -> None:
+    """Run the marked GPU tests under compute-sanitizer; needs a CUDA device and its toolkit."""
+    install_wheels(session, *PACKAGES[:1], with_=TEST_TOOLS)
+    tests = ("tests/gpu/kernels", "-q", "-m", "sanitizer")
+    checked = ("compute-sanitizer", "--error-exitcode", "9")
+    for tool, chosen in (("memcheck", ""), ("initcheck", ""), ("racecheck", "bulk_copies")):
+        session.run(*checked, "--tool", tool, "python", "-m", "pytest", *tests, "-k", chosen, external=True)
 
 
 @nox.session
