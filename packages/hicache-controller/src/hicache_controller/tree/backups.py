@@ -121,6 +121,7 @@ class TreeBackups(TreeEviction):
             self._backed_up_pages -= operation.pages
             if operation.failed:  # it went to a storage that is gone
                 self._finish_backup(operation, 0, failed=True)
+                self._store_later(operation.nodes[0])
                 continue
             if good and ack.stored_pages == operation.pages:
                 self._pause.succeeded()

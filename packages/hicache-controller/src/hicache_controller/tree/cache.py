@@ -283,11 +283,10 @@ class UnifiedRadixCache(TreeReferences):
                 else:
                     duplicates.append(own)
             node, at = child, at + child.pages
-        for name, given in windows.items():
-            if len(given):
-                self._adopt_window(node, name, given, device=True)
+        parts = [p for name, given in windows.items() for p in self._adopt_window(node, name, given, device=True)]
         result = self._like(match, node, end)
         self._release_pins(match)
+        self._offer_windows(parts)
         self._touch(node, match.priority)
         if duplicates:
             self.controller.evict_device(self._slots(np.concatenate(duplicates)))

@@ -90,8 +90,7 @@ class WindowPool:
 
     def offer(self, part: WindowPart) -> None:
         """Let the sides of a part that may be evicted wait for it."""
-        self.device_queue.offer(part)
-        self.host_queue.offer(part)
+        self.host_queue.offer(part, self.device_queue.offer(part))
 
     def alloc_device(self, pages: int) -> Pages | None:
         """Take device pages; None where too few are free."""
@@ -105,5 +104,5 @@ class WindowPool:
         return int(self.entry.host_pool.available_size()) // self.converter.page_size
 
 
-def _rank(part: WindowPart) -> tuple[float, float, int]:
-    return part.node.priority, 0, part.last_access
+def _rank(part: WindowPart) -> tuple[float, ...]:
+    return part.node.priority, part.last_access

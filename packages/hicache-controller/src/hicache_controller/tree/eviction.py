@@ -266,8 +266,7 @@ class TreeEviction(TreeStructure, ABC):
         self._unlock_device(match.device_node)
         if match.host_pages:
             self._unlock_host(match.node)
-        self._unpin(match.device_pin, device=True)
-        self._unpin(match.host_pin, device=False)
+        self._unpin_both(match.device_pin, match.host_pin)
 
     # Room
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def draw(root: TreeNode) -> str:
     return "\n".join(lines)
 
 
-def _letters(device: Sized | None, host: Sized | None, stored: bool) -> str:
+def _letters(device: object | None, host: object | None, stored: bool) -> str:
     return "".join(
         letter if present else "-"
         for letter, present in (("D", device is not None), ("H", host is not None), ("S", stored))

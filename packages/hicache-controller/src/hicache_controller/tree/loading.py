@@ -178,12 +178,16 @@ class TreeLoads(TreeTransfers):
     def _adopt_prefetched(self, started: Prefetching, got: int) -> Match | None:
         match, end = started.match, started.match.pages + got
         node = self._adopt_host(match, self._pages(started.slots[: got * self.page_size]), end)
+        parts: list[WindowPart] = []
         for transfer in started.transfers:
             if transfer.host_indices is not None:
-                converter = self.windows[str(transfer.name)].converter
-                self._adopt_window(node, str(transfer.name), converter.pages(transfer.host_indices), device=False)
+                name = str(transfer.name)
+                pages = self.windows[name].converter.pages(transfer.host_indices)
+                parts += self._adopt_window(node, name, pages, device=False)
         self._mark_stored(node, started.transfers)
-        return self._like(match, node, end) if self._restorable(node) else None
+        longer = self._like(match, node, end) if self._restorable(node) else None
+        self._offer_windows(parts)
+        return longer
 
     def _storage_exists(self, keys: list[bytes]) -> int:
         windows = [

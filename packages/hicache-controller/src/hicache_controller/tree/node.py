@@ -15,21 +15,63 @@ Pages = npt.NDArray[np.int64]
 
 NO_PAGES: Pages = np.empty(0, np.int64)
 
-PackedPages = bytes
-"""int32 page numbers as nodes and window parts keep them: a third of what a numpy array of a few takes."""
+PackedPages = int | bytes
+"""Page numbers as nodes and window parts keep them: a run of neighbours as one integer, all else as int32.
 
-PACKED_BYTES = 4
-"""Bytes of a packed page number."""
+Allocators hand out runs, so that most nodes need 32 bytes for what a numpy array takes 112 and more.
+"""
+
+_COUNT_BITS = 29
+_COUNT = (1 << _COUNT_BITS) - 1
 
 
 def pack(pages: Pages) -> PackedPages:
     """Copy page numbers into the form nodes keep them in."""
+    count = len(pages)
+    if count:
+        first = int(pages[0])
+        if count == 1 or np.array_equal(pages, np.arange(first, first + count)):
+            return first << _COUNT_BITS | count
     return pages.astype(np.int32).tobytes()
 
 
-def unpack(pages: PackedPages) -> Pages:
+def unpack(packed: PackedPages) -> Pages:
     """Copy page numbers out of a node."""
-    return np.frombuffer(pages, np.int32).astype(np.int64)
+    if isinstance(packed, int):
+        first = packed >> _COUNT_BITS
+        return np.arange(first, first + (packed & _COUNT), dtype=np.int64)
+    return np.frombuffer(packed, np.int32).astype(np.int64)
+
+
+def packed_count(packed: PackedPages) -> int:
+    """Count packed page numbers."""
+    return packed & _COUNT if isinstance(packed, int) else len(packed) // 4
+
+
+def cut(packed: PackedPages, at: int) -> tuple[PackedPages, PackedPages]:
+    """Cut packed page numbers in two."""
+    pages = unpack(packed)
+    return pack(pages[:at]), pack(pages[at:])
+
+
+_STORED = 32
+"""Bit of ``queued``, where it takes no room of its own."""
+
+
+class Storable:
+    """What can be in storage as well."""
+
+    __slots__ = ("queued",)
+    queued: int
+
+    @property
+    def stored(self) -> bool:
+        """Whether storage has all of its pages, as far as is known."""
+        return bool(self.queued & _STORED)
+
+    @stored.setter
+    def stored(self, stored: bool) -> None:
+        self.queued = self.queued | _STORED if stored else self.queued & ~_STORED
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +134,7 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class WindowPart:
+class WindowPart(Storable):
     """What a windowed pool (sliding window, recurrent state) keeps of a node: its last pages, on either side.
 
     Attributes
@@ -105,8 +147,6 @@ class WindowPart:
         Page numbers in that pool, or None; each side covers the last pages of the node, as many as it has numbers.
     device_pins, host_pins
         What keeps a side from being evicted.
-    stored
-        Storage has the pages of the host side.
     """
 
     node: TreeNode
@@ -115,7 +155,6 @@ class WindowPart:
     host: PackedPages | None = None
     device_pins: tuple[Pin, ...] = ()
     host_pins: tuple[Pin, ...] = ()
-    stored: bool = False
     write: Operation | None = None
     load: Operation | None = None
     last_access: int = 0
@@ -132,12 +171,12 @@ class WindowPart:
     @property
     def on_device(self) -> int:
         """Last pages of the node that are there on the device."""
-        return 0 if self.device is None else len(self.device) // PACKED_BYTES
+        return 0 if self.device is None else packed_count(self.device)
 
     @property
     def on_host(self) -> int:
         """Last pages of the node that are there on the host."""
-        return 0 if self.host is None else len(self.host) // PACKED_BYTES
+        return 0 if self.host is None else packed_count(self.host)
 
 
 class Needed(NamedTuple):
@@ -148,7 +187,7 @@ class Needed(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class TreeNode:
+class TreeNode(Storable):
     """A run of pages that share their prefix.
 
     Attributes
@@ -161,12 +200,10 @@ class TreeNode:
         None, the only one, or by the key of their first page where there are several: most nodes have one.
     device_children, host_children
         How many children have that part; a leaf of the tier has none.
-    stored
-        Every page of it was stored in, or read from, storage.
     owner
         Number of its namespace's books.
     queued
-        In which eviction queues it is, a bit each.
+        In which queues it is, a bit each.
     windows
         Parts in windowed pools, at most one each: a node has few, and a tuple is a fifth of a dict.
     tokens
@@ -179,7 +216,6 @@ class TreeNode:
     owner: int = 0
     device: PackedPages | None = None
     host: PackedPages | None = None
-    stored: bool = False
     children: TreeNode | dict[bytes, TreeNode] | None = None
     device_children: int = 0
     host_children: int = 0

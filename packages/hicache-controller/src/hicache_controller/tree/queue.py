@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-Rank = tuple[float, float, int]
-"""Priority, value, tick of the last use; lower leaves first."""
+Rank = tuple[float, ...]
+"""Priority, value where there is one, tick of the last use; lower leaves first."""
 
 
 class Queueable(Protocol):
@@ -44,20 +44,25 @@ class EvictionQueue(Generic[Item]):
         self._bit = bit
         self._rank = rank
         self._evictable = evictable
-        self._heap: list[tuple[float, float, int, Item]] = []
+        self._heap: list[tuple[Any, ...]] = []
         self._look_through_at = _FEW
 
     def __len__(self) -> int:
         """Entries, those of items that may not leave any more included: at most half as many again as may."""
         return len(self._heap)
 
-    def offer(self, item: Item) -> None:
-        """Let an item wait, unless it does or may not leave."""
+    def offer(self, item: Item, entry: tuple[Any, ...] | None = None) -> tuple[Any, ...] | None:
+        """Let an item wait, unless it does or may not leave.
+
+        Returns its new entry, which another queue of the same ranks can share when it is offered the item right after.
+        """
         if not item.queued & self._bit and self._evictable(item):
             if len(self._heap) >= self._look_through_at:
                 self._forget_outdated()
             item.queued |= self._bit
-            heapq.heappush(self._heap, (*self._rank(item), item))
+            entry = (*self._rank(item), item) if entry is None else entry
+            heapq.heappush(self._heap, entry)
+        return entry
 
     def pop(self) -> Item | None:
         """Take out the evictable item of the lowest rank."""
@@ -67,7 +72,8 @@ class EvictionQueue(Generic[Item]):
             if not self._evictable(item):
                 continue
             if tuple(rank) == self._rank(item):
-                return item
+                found: Item = item
+                return found
             self.offer(item)
         return None
 
@@ -75,10 +81,10 @@ class EvictionQueue(Generic[Item]):
         """Drop what may not leave, as most nodes get children and are leaves no more; a few steps for each offer."""
         kept = []
         for entry in self._heap:
-            if self._evictable(entry[3]):
+            if self._evictable(entry[-1]):
                 kept.append(entry)
             else:
-                entry[3].queued &= ~self._bit
+                entry[-1].queued &= ~self._bit
         heapq.heapify(kept)
         self._heap = kept
         self._look_through_at = max(_FEW, len(kept) * 3 // 2)

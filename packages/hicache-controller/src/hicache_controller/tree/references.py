@@ -84,7 +84,7 @@ class TreeReferences(TreeLoads):
         """Free at least ``count`` device pages if the unlocked leaves allow; as :meth:`evict_device`."""
         return self.evict_device(count)
 
-    def _check_part(self, node: TreeNode, part: bytes | None, tier: str) -> None:
+    def _check_part(self, node: TreeNode, part: object | None, tier: str) -> None:
         if not self._is_alive(node):
             raise ValueError(f"node {node.id} is not in the tree; accepted is one that is")
         if part is None and node is not self.root:

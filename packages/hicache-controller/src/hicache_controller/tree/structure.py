@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..controller import HiCacheController
@@ -15,7 +16,7 @@ from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
 from .keys import KEY_BYTES, common_pages, key_list, own_tokens
-from .node import PACKED_BYTES, Needed, Operation, Pages, Pin, TreeNode, WindowPart, pack, unpack
+from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, cut, pack, packed_count, unpack
 from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
 from .queue import EvictionQueue
 
@@ -202,8 +203,11 @@ class TreeStructure:
         return device, host
 
     def _unpin(self, pin: Pin, *, device: bool) -> None:
-        for part in pin.let_go(device=device):
-            self.windows[part.name].offer(part)
+        self._offer_windows(pin.let_go(device=device))
+
+    def _unpin_both(self, device_pin: Pin, host_pin: Pin) -> None:
+        """Let go of a pin on either side; both sides of a part may then wait with one entry."""
+        self._offer_windows(device_pin.let_go(device=True) + host_pin.let_go(device=False))
 
     # Shape of the tree
 
@@ -222,22 +226,22 @@ class TreeStructure:
             parent,
             node.keys[: at * KEY_BYTES],
             node.owner,
-            stored=node.stored,
             hits=node.hits,
             value=node.value,
             priority=node.priority,
             last_access=node.last_access,
         )
+        head.stored = node.stored
         node.keys = node.keys[at * KEY_BYTES :]
         if node.device is not None:
-            head.device, node.device = node.device[: at * PACKED_BYTES], node.device[at * PACKED_BYTES :]
+            head.device, node.device = cut(node.device, at)
             head.device_children = 1
         if node.host is not None:
-            head.host, node.host = node.host[: at * PACKED_BYTES], node.host[at * PACKED_BYTES :]
+            head.host, node.host = cut(node.host, at)
             head.host_children = 1
         if node.tokens is not None:
-            cut = at * self.page_size
-            head.tokens, node.tokens = own_tokens(node.tokens[:cut]), own_tokens(node.tokens[cut:])
+            first = at * self.page_size
+            head.tokens, node.tokens = own_tokens(node.tokens[:first]), own_tokens(node.tokens[first:])
         for operation in (node.write, node.load, node.backup):
             if operation is not None:
                 operation.nodes.append(head)
@@ -254,21 +258,20 @@ class TreeStructure:
         """Give the head what a part covers of it. The tail keeps the rest, and the pins hold both."""
         if part.covered <= tail_pages:
             return
-        at = -tail_pages * PACKED_BYTES
         upper = WindowPart(
             head,
             part.name,
-            stored=part.stored,
             write=part.write,
             load=part.load,
             last_access=part.last_access,
         )
+        upper.stored = part.stored
         if part.device is not None and part.on_device > tail_pages:
-            upper.device, part.device = part.device[:at], part.device[at:]
+            upper.device, part.device = cut(part.device, part.on_device - tail_pages)
             for pin in part.device_pins:
                 pin.hold(upper, device=True)
         if part.host is not None and part.on_host > tail_pages:
-            upper.host, part.host = part.host[:at], part.host[at:]
+            upper.host, part.host = cut(part.host, part.on_host - tail_pages)
             for pin in part.host_pins:
                 pin.hold(upper, device=False)
         head.windows = (*head.windows, upper)
@@ -357,16 +360,17 @@ class TreeStructure:
         if part.device is None and part.host is None:
             part.node.windows = tuple(other for other in part.node.windows if other is not part)
 
-    def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> None:
+    def _adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
 
-        Where the tree has some already, its own stand and the others are freed.
+        Where the tree has some already, its own stand and the others are freed. Returns the parts, which the caller
+        offers once what is to be pinned of them is: then both sides of most will wait with one entry.
         """
-        if not len(pages):
-            return
+        parts: list[WindowPart] = []
         left = len(pages)
-        pool = self.windows[name]
         for above in self._path(node):
+            if not left:
+                break
             take = min(left, above.pages)
             mine = pages[left - take : left]
             left -= take
@@ -385,18 +389,22 @@ class TreeStructure:
             if fresh:
                 self._extend_window(part, mine[:fresh], device=device)
             self._forget_empty(part)
-            pool.offer(part)
-            if not left:
-                return
+            parts.append(part)
+        return parts
+
+    def _offer_windows(self, parts: Sequence[WindowPart]) -> None:
+        for part in parts:
+            self.windows[part.name].offer(part)
 
     def _extend_window(self, part: WindowPart, pages: Pages, *, device: bool) -> None:
         """Put pages in front of those that one side of a part has; these keep their places and their pins."""
+        packed = part.device if device else part.host
+        kept = 0 if packed is None else packed_count(packed)
+        joined = pack(pages if packed is None else np.concatenate((pages, unpack(packed))))
         if device:
-            kept = part.on_device
-            part.device = pack(pages) + (part.device or b"")
+            part.device = joined
         else:
-            kept = part.on_host
-            part.host = pack(pages) + (part.host or b"")
+            part.host = joined
         self._tell_window(Change.STORED, Tier.DEVICE if device else Tier.HOST, part, kept + len(pages), kept)
 
     def _free_window_pages(self, name: str, pages: Pages, *, device: bool) -> None:

@@ -105,8 +105,7 @@ class TreeTransfers(TreeBackups):
     def _finish_write(self, operation: Operation, *, failed: bool) -> None:
         operation.done, operation.failed = True, failed
         parts = [part for part in operation.host_pin.parts if part.write is operation]
-        self._unpin(operation.device_pin, device=True)
-        self._unpin(operation.host_pin, device=False)
+        self._unpin_both(operation.device_pin, operation.host_pin)
         for part in parts:
             part.write = None
             if part.host is None:
@@ -220,8 +219,7 @@ class TreeTransfers(TreeBackups):
     def _finish_load(self, operation: Operation, *, failed: bool) -> None:
         operation.done, operation.failed = True, failed
         parts = [part for part in operation.device_pin.parts if part.load is operation]
-        self._unpin(operation.device_pin, device=True)
-        self._unpin(operation.host_pin, device=False)
+        self._unpin_both(operation.device_pin, operation.host_pin)
         for part in parts:
             part.load = None
             if part.device is None:
