@@ -326,6 +326,50 @@ def test_the_window_at_the_end_of_a_long_pass_is_saved(model: Any) -> None:
             fam.forward(model, fam.random_tokens(16), past)
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3", "falcon_h1"], indirect=True)
+def test_sessions_that_take_turns_do_not_mix(model: Any) -> None:
+    first, second = fam.random_tokens(45), fam.random_tokens(45)
+    second[:, :20] = first[:, :20]
+    with fam.open_cache(model) as cache:
+        with cache.session(first, checkpoints=[16]) as past:
+            fam.forward(model, first[:, past.get_seq_length() :], past)
+        fam.evict(cache)
+        with cache.session(first, checkpoints=()) as one, cache.session(second, checkpoints=()) as other:
+            # The first prompt's own end has states only where its last forward pass ended, which was inside a page.
+            assert (one.cached_tokens, other.cached_tokens) == (
+                16 if model.config.model_type == "falcon_h1" else 40,
+                16,
+            )
+            for prompt, past in ((first, one), (second, other)):
+                begin = int(past.get_seq_length())
+                fam.forward(model, prompt[:, begin : begin + 3], past)
+            for prompt, past in ((second, other), (first, one)):
+                logits = fam.forward(model, prompt[:, past.get_seq_length() :], past)
+                fresh = fam.forward(model, prompt, fam.DynamicCache(config=model.config))
+                torch.testing.assert_close(logits[:, -1], fresh[:, -1])
+        fam.evict(cache)
+        for prompt in (first, second):
+            with cache.session(prompt, checkpoints=()) as past:
+                logits = fam.forward(model, prompt[:, past.get_seq_length() :], past)
+                fresh = fam.forward(model, prompt, fam.DynamicCache(config=model.config))
+                torch.testing.assert_close(logits[:, -1], fresh[:, -1])
+        fam.check(cache)
+
+
+def test_a_model_without_a_head_is_served_as_well() -> None:
+    model = fam.make_model("qwen3", seed=12).model
+    prompt = fam.random_tokens(45)
+    with fam.open_cache(model) as cache, torch.no_grad():
+        hidden = []
+        for cached in (0, 40):
+            with cache.session(prompt) as past:
+                assert past.cached_tokens == cached
+                output = model(prompt[:, cached:], use_cache=True, **{cache.cache_argument: past})
+                hidden.append(output.last_hidden_state[:, -5:])
+            fam.evict(cache)
+    torch.testing.assert_close(hidden[1], hidden[0])
+
+
 def test_namespaces_do_not_share_prefixes() -> None:
     model = fam.make_model("llama", seed=6)
     prompt = fam.random_tokens(33)
