@@ -76,7 +76,8 @@ class TransferResult:
     copies
         Copies handed to the copy engine (on CPU: from or to the staging buffer); 0 on the other paths.
     layer_done
-        With ``layer_events``: recorded once each layer's device rows are filled; empty where synchronous.
+        With ``layer_events``: recorded once each layer's device rows are filled; empty where synchronous. Layers that
+        one copy brings share an event.
     """
 
     path: str
