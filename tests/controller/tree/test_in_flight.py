@@ -348,3 +348,27 @@ def test_device_is_freed_while_writes_of_a_whole_path_are_under_way(
     model.cache._wait = wait
     assert model.serve(range(4)) == 4
     model.empty()
+
+
+def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made(
+    make_model: MakeModel, in_thread: Callable[[Callable[[], object]], Any]
+) -> None:
+    model = make_model(host_pages=5)
+    gate = model.gate("write")
+    gate.close()
+    model.serve((1, 2))
+    model.serve((3, 4))
+    # The host has one page left: the write of the child waits for those before it.
+    serving = in_thread(lambda: model.serve((1, 2, 5, 6)))
+    gate.wait_entered()
+    gate.failing = gate.single = True
+    gate.entered.clear()
+    gate.open()
+    gate.wait_entered()
+    gate.failing = gate.single = False
+    gate.open()
+    serving.join()
+    model.cache.drain()
+    model.cache.check_integrity()
+    assert model.lookup((1, 2, 5, 6)) == (4, 0)
+    model.empty()

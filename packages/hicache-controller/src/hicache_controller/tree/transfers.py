@@ -35,6 +35,8 @@ class TreeTransfers(TreeBackups):
     def _write(self, node: TreeNode) -> bool:
         if node.device is None or node.pages * self.page_size > self.controller.mem_pool_host.size:
             return False
+        if not self._prefix_on_host(node):
+            return False
         slots = self._slots(unpack(node.device))
         operation = self._operation([node])
         # Whatever the eviction below frees, it is neither this node nor its prefix.
@@ -42,8 +44,8 @@ class TreeTransfers(TreeBackups):
         parent = node.parent
         if parent is not None:
             parent.host_lock += 1
-        host = self._queue_write(operation, slots) if self._host_quota(node) else None
-        if host is None and self._host_quota(node) and self.evict_host(node.pages):
+        host = self._queue_write(operation, slots) if self._host_quota(node) and self._prefix_on_host(node) else None
+        if host is None and self._host_quota(node) and self.evict_host(node.pages) and self._prefix_on_host(node):
             host = self._queue_write(operation, slots)
         if parent is not None:
             self._unlock_host(parent)
@@ -54,6 +56,12 @@ class TreeTransfers(TreeBackups):
         node.write = self._writes[operation.id] = operation
         self._set_host(node, self._pages(host))
         return True
+
+    @staticmethod
+    def _prefix_on_host(node: TreeNode) -> bool:
+        """Tell whether the host may have the node: while room was made, a write of its prefix may have failed."""
+        parent = node.parent
+        return parent is None or parent.parent is None or parent.host is not None
 
     def _queue_write(
         self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()
@@ -142,21 +150,12 @@ class TreeTransfers(TreeBackups):
 
     def _forget_host(self, node: TreeNode) -> None:
         """Take back the host part of a failed write (the controller freed the slots), with what hangs on it."""
-        for child in [c for c in node.all_children() if c.host is not None]:
-            if child.write is None:
-                self._drop_below(child, device=False)
-            elif child.write.id in self._writes:
-                # The child's bytes may well arrive, but without its parent's nobody can reach them.
-                self._abandon(child.write, self._writes, device=False)
+        self._drop_children(node, device=False)
         self._clear_host(node)
 
     def _forget_device(self, node: TreeNode) -> None:
         """Take back the device part of a failed load (the controller freed the slots), with what hangs on it."""
-        for child in [c for c in node.all_children() if c.device is not None]:
-            if child.load is None:
-                self._drop_below(child, device=True)
-            elif child.load.id in self._loads:
-                self._abandon(child.load, self._loads, device=True)
+        self._drop_children(node, device=True)
         self._clear_device(node)
 
     def _abandon(self, operation: Operation, running: dict[int, Operation], *, device: bool) -> None:
@@ -178,10 +177,19 @@ class TreeTransfers(TreeBackups):
                     self._free_window_pages(part.name, unpack(pages), device=device)
         (self._finish_load if device else self._finish_write)(operation, failed=True)
 
-    def _drop_below(self, node: TreeNode, *, device: bool) -> None:
+    def _drop_children(self, node: TreeNode, *, device: bool) -> None:
+        """Take everything below a node out of a tier.
+
+        What is on its way there may well arrive, but without the node nobody could reach it.
+        """
+        running = self._loads if device else self._writes
         for child in [c for c in node.all_children() if (c.device if device else c.host) is not None]:
-            self._drop_below(child, device=device)
-        (self._drop_device if device else self._drop_host)(node)
+            operation = child.load if device else child.write
+            if operation is None:
+                self._drop_children(child, device=device)
+                (self._drop_device if device else self._drop_host)(child)
+            elif operation.id in running:
+                self._abandon(operation, running, device=device)
 
     # Loads
 
