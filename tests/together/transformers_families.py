@@ -125,7 +125,7 @@ class LeftError(Exception):
 
 def open_cache(model: Any, **options: Any) -> HiCache:
     """Make a small cache for a model."""
-    return HiCache.for_model(model, model_id="tiny", l2_gb=0.02, page_size=PAGE, **options)
+    return HiCache.for_model(model, **{"model_id": "tiny", "l2_gb": 0.02, "page_size": PAGE} | options)
 
 
 def make_model(

@@ -77,8 +77,10 @@ class Checkpoints:
         """
         size = self._tiers.page_size
         for index, row in enumerate(self._rows):
-            wanted = [row.shared, row.length - 1] if tokens is None else [min(each, row.length) for each in tokens]
-            for end in sorted({each // size * size for each in wanted}):
+            # What the session computes up to a state must leave a token to whoever generates.
+            last = row.length if self._tiers.states is None else row.length - 1
+            wanted = [row.shared, row.length - 1] if tokens is None else tokens
+            for end in sorted({min(each, last) // size * size for each in wanted}):
                 if end > row.taken:
                     self._new(index, end)
         if any(not checkpoint.missing for checkpoint in self._saved):
