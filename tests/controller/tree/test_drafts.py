@@ -40,6 +40,7 @@ def test_draft_on_the_anchors_slots_comes_back_from_host_and_storage(
 ) -> None:
     model = make_model(windows=(8, 8), states=(8, 8), storage=MemoryStorage())
     assert maybe_register_hicache_draft(model.cache, entry=draft_entry(model, 12, 16 + extra))
+    assert model.storage._pools["draft"].pool is model.host["draft"], "storage moves pages of the physical pool"
     keys = keys_of((1, 2, 3))
     match = model.cache.match_prefix(keys)
     pages, windows = model.compute(match, 3)

@@ -223,6 +223,7 @@ def test_page_removed_while_it_was_being_stored_is_not_taken_for_stored(make_mod
     gate.open()
     model.cache.drain()
     assert [event.keys for event in storage_events(events, Change.STORED)] == [tuple(keys[:2])]
+    assert not model.cache.root.all_children()[0].stored
     model.lookup((1, 2, 3))
     model.cache.drain()
     assert [event.keys for event in storage_events(events, Change.STORED)] == [tuple(keys[:2]), tuple(keys[2:])]
