@@ -283,3 +283,14 @@ class TestKeysThatAreNotThoseOfTheTokens:
             assert past.cached_tokens == 32
             torch.testing.assert_close(fam.forward(cache.model, prompt[:, 32:], past), expected)
         fam.check(cache)
+
+
+def test_memory_that_a_transfer_still_uses_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = fam.open_cache(fam.make_model("llama", seed=1))
+    tiers = cache.tiers
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers.controller, "shutdown", lambda: False)
+        with pytest.raises(RuntimeError, match="was not given back"):
+            cache.close()
+    assert tiers.group.anchor_entry.host_pool.page_memory(0)
+    tiers.close()

@@ -230,9 +230,9 @@ class HiCache:
         checkpoints
             For models with sliding windows or recurrent states, which can be continued only where these were saved:
             numbers of tokens of the prompt at which to save them, such as the end of a document that several
-            questions follow; cut to whole pages. By default the last page boundary of the prompt. What was generated
-            is saved up to its last page boundary in any case. A recurrent model computes the prompt up to there as the
-            block begins.
+            questions follow; cut to whole pages. By default the last page boundary of the prompt, and the one where it
+            leaves what the cache knows. What was generated is saved up to its last page boundary in any case. A
+            recurrent model computes the prompt up to its checkpoints as the block begins.
         namespace
             Separates equal prompts, as of an adapter or a tenant.
         max_cache_len

@@ -106,8 +106,17 @@ class Tiers:
         return [family[layer] for family in (*self.states.conv_buffer, *self.states.side_buffer.values())]
 
     def close(self) -> None:
-        """Stop the transfers and give the host memory back."""
-        self.controller.shutdown()
+        """Stop the transfers and give the host memory back.
+
+        Raises
+        ------
+        RuntimeError
+            If a transfer does not end: its memory is left as it is.
+        """
+        if not self.controller.shutdown():
+            raise RuntimeError(
+                "a transfer has not ended within a minute, so the host memory it uses was not given back"
+            )
         self.group.destroy()
 
 
