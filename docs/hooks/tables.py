@@ -157,18 +157,27 @@ def storage(file: Path) -> str:
     found: Figures = _read(file)
     rows = [
         (
-            f"{each['state']}, {'memory of its own' if each['own_memory'] else 'shared memory'}",
-            *(f"{each[f'{who}_{what}_gb_s_median']:.2f}" for what in ("write", "read") for who in ("dd", "storage")),
+            f"{_WHAT[each['what']]}, {each['state']}, {_MEMORY[each['own_memory']]}",
+            f"{each['dd_gb_s']:.2f}",
+            f"{each['storage_gb_s']:.2f}",
+            f"{each['storage_ratio']:.2f}",
+            f"{each['plain_ratio']:.2f}" if "plain_ratio" in each else "",
+            f"{each['dd_cpu_us']:.0f}",
+            f"{each['storage_cpu_us']:.0f}",
         )
         for each in found["against_dd"]
     ]
-    head = ("page cache, source", "dd writes", "storage writes", "dd reads", "storage reads")
+    head = ("what, page cache", "dd, GB/s", "storage", "ratio", "plain reads", "CPU us a MB, dd", "storage")
     machine, load = found["machine"], found["load_average"][0]
     opened = found["open"]
     return (
-        f"{machine['cores']} cores under a load of {load:.1f}, Linux {machine['kernel']}; medians in GB/s:\n\n"
+        f"{machine['cores']} cores under a load of {load:.1f}, Linux {machine['kernel']}; medians:\n\n"
         f"{table(head, rows)}\n\nOpening {opened['pages']:,} pages: {opened['seconds']} s."
     )
+
+
+_WHAT = {"read": "read", "write": "write new files", "replacing": "replace files"}
+_MEMORY = {True: "memory of its own", False: "one buffer a thread"}
 
 
 def engine(file: Path) -> str:
