@@ -122,3 +122,10 @@ def test_a_compiled_static_cache_gives_the_tokens_of_an_uncached_run(gpu: torch.
                 assert past.cached_tokens == (0 if tier == "none" else 72)
                 output = model.generate(tokens, past_key_values=past, max_new_tokens=8, do_sample=False)
             assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "falcon_h1"])
+def test_random_sessions_in_small_tiers_always_give_what_computing_anew_gives(
+    gpu: torch.device, family: str, tmp_path: Path
+) -> None:
+    fam.check_random_sessions(fam.make_model(family, seed=5, device=gpu), tmp_path, rounds=60)

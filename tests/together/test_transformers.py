@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import random
 import signal
 import subprocess
 import sys
@@ -298,45 +297,7 @@ def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3", "falcon_h1"], indirect=True)
 def test_random_sessions_in_small_tiers_always_give_what_computing_anew_gives(model: Any, tmp_path: Path) -> None:
-    draw = random.Random(int(torch.randint(1 << 30, (1,))))
-    pages = 12
-    with fam.open_cache(model) as cache:
-        page_bytes = {str(entry.name): entry.host_pool.page_bytes for entry in cache.tiers.group.entries}
-        checkpoint = page_bytes.get("swa", 0) * cache.tiers.window_pages + page_bytes.get("mamba", 0)
-    size = (FEWEST_CHECKPOINTS * checkpoint + (pages + 0.5) * page_bytes["kv"]) / 1e9
-    cache = fam.open_cache(model, storage=tmp_path, l1_gb=size, l2_gb=size * 1.5)
-    known = [fam.random_tokens(draw.randint(20, 60)) for _ in range(3)]
-    hits = 0
-    for _ in range(30):
-        base = draw.choice(known)
-        kept = base if draw.random() < 0.4 else base[:, : draw.randint(1, base.shape[1])]
-        prompt = torch.cat([kept, fam.random_tokens(draw.randint(1, 20))], 1)[:, : fam.PAGE * pages - 12]
-        wanted = draw.choice([None, (), [draw.randint(1, 40)]])
-        leave = draw.random() < 0.2
-        with contextlib.suppress(fam.LeftError), cache.session(prompt, checkpoints=wanted) as past:
-            hits += past.cached_tokens > 0
-            begin, end = int(past.get_seq_length()), prompt.shape[1]
-            cut = draw.randint(begin, end)
-            logits = [fam.forward(model, prompt[:, a:b], past) for a, b in fam.spans(begin, cut, end)][-1]
-            tokens = prompt
-            for _ in range(draw.randint(0, 10)):
-                token = logits[:, -1:].argmax(-1)
-                tokens = torch.cat([tokens, token], 1)
-                logits = fam.forward(model, token, past)
-            fresh = fam.forward(model, tokens, fam.DynamicCache(config=model.config))
-            torch.testing.assert_close(logits[:, -1], fresh[:, -1], atol=1e-4, rtol=1e-4)
-            if leave:
-                raise fam.LeftError
-        known.append(tokens)
-        step = draw.random()
-        if step < 0.2:
-            fam.evict(cache)
-        elif step < 0.3:
-            cache.close()
-            cache = fam.open_cache(model, storage=tmp_path, l1_gb=size, l2_gb=size * 1.5)
-        fam.check(cache)
-    cache.close()
-    assert hits
+    fam.check_random_sessions(model, tmp_path, rounds=30)
 
 
 @pytest.mark.parametrize("model", ["gemma3", "mistral", "qwen3_next"], indirect=True)

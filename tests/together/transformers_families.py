@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,10 @@ from transformers import DynamicCache
 
 from hicache_controller.integrations.transformers import HiCache
 from hicache_controller.integrations.transformers.model_layout import cache_argument
+from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
+
+_tokens = torch.Generator()
+_tokens.seed()
 
 PAGE = 8
 VOCABULARY = 64
@@ -134,13 +141,15 @@ def make_model(
     """Build a model with random weights."""
     module, configuration, kind, options = FAMILIES[family]
     home = importlib.import_module(f"transformers.models.{module}")
-    torch.manual_seed(seed)
-    return getattr(home, kind)(getattr(home, configuration)(**COMMON | options)).eval().to(device=device, dtype=dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(home, kind)(getattr(home, configuration)(**COMMON | options))
+    return model.eval().to(device=device, dtype=dtype)
 
 
 def random_tokens(count: int, *, batch: int = 1, device: torch.device | str = "cpu") -> torch.Tensor:
     """Draw tokens, none of which is padding."""
-    return torch.randint(1, VOCABULARY, (batch, count)).to(device)
+    return torch.randint(1, VOCABULARY, (batch, count), generator=_tokens).to(device)
 
 
 def forward(model: Any, tokens: torch.Tensor, past: Any, **options: Any) -> torch.Tensor:
@@ -205,3 +214,55 @@ def check(cache: HiCache) -> None:
     """Check the books of tree and controller."""
     cache.tiers.tree.check_integrity()
     cache.tiers.controller.check_integrity()
+
+
+def check_random_sessions(model: Any, storage: Path, *, rounds: int) -> None:
+    """Run prompts that begin alike through tiers so small that all of them evict, and compute each anew as well."""
+    seed = random.randrange(1 << 30)
+    _tokens.manual_seed(seed)
+    try:
+        _check_random_sessions(model, storage, random.Random(seed), rounds)
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+
+
+def _check_random_sessions(model: Any, storage: Path, draw: random.Random, rounds: int) -> None:
+    pages = 12
+    with open_cache(model) as cache:
+        page_bytes = {str(entry.name): entry.host_pool.page_bytes for entry in cache.tiers.group.entries}
+        checkpoint = page_bytes.get("swa", 0) * cache.tiers.window_pages + page_bytes.get("mamba", 0)
+    size = (FEWEST_CHECKPOINTS * checkpoint + (pages + 0.5) * page_bytes["kv"]) / 1e9
+    cache = open_cache(model, storage=storage, l1_gb=size, l2_gb=size * 1.5)
+    known = [random_tokens(draw.randint(20, 60), device=model.device) for _ in range(3)]
+    hits = 0
+    for _ in range(rounds):
+        base = draw.choice(known)
+        kept = base if draw.random() < 0.4 else base[:, : draw.randint(1, base.shape[1])]
+        prompt = torch.cat([kept, random_tokens(draw.randint(1, 20), device=model.device)], 1)[:, : PAGE * pages - 12]
+        wanted = draw.choice([None, (), [draw.randint(1, 40)]])
+        leave = draw.random() < 0.2
+        with contextlib.suppress(LeftError), cache.session(prompt, checkpoints=wanted) as past:
+            hits += past.cached_tokens > 0
+            begin, end = int(past.get_seq_length()), prompt.shape[1]
+            cut = draw.randint(begin, end)
+            logits = [forward(model, prompt[:, a:b], past) for a, b in spans(begin, cut, end)][-1]
+            tokens = prompt
+            for _ in range(draw.randint(0, 10)):
+                token = logits[:, -1:].argmax(-1)
+                tokens = torch.cat([tokens, token], 1)
+                logits = forward(model, token, past)
+            fresh = forward(model, tokens, DynamicCache(config=model.config))
+            torch.testing.assert_close(logits[:, -1], fresh[:, -1], atol=1e-3, rtol=1e-3)
+            if leave:
+                raise LeftError
+        known.append(tokens)
+        step = draw.random()
+        if step < 0.2:
+            evict(cache)
+        elif step < 0.3:
+            cache.close()
+            cache = open_cache(model, storage=storage, l1_gb=size, l2_gb=size * 1.5)
+        check(cache)
+    cache.close()
+    assert hits
