@@ -240,14 +240,13 @@ class Session:
         for layer in past.layers:
             if isinstance(layer, FilledOnTouch):
                 layer.fill()
-        checkpoints = self._checkpoints
-        if checkpoints is not None and self._tiers.windowed:
+        checkpoints = self._checkpoints if self._tiers.windowed else None
+        if checkpoints is not None:
             checkpoints.drop_behind(recorder.rolled_back_to)
             checkpoints.save_last(columns)
         for index, (row, tokens) in enumerate(zip(self._rows, sequences, strict=True)):
-            ends = self._tiers.windowed and checkpoints is not None
-            found = checkpoints.complete(index, len(tokens)) if ends and checkpoints is not None else []
-            self._keep_row(past, index, row, tokens, found)
+            saved = [] if checkpoints is None else checkpoints.complete(index, len(tokens))
+            self._keep_row(past, index, row, tokens, saved)
 
     def _keep_row(
         self, past: PastCache | StaticPastCache, index: int, row: Row, tokens: Tokens, checkpoints: Sequence[Checkpoint]
@@ -263,8 +262,7 @@ class Session:
         if not pages:
             return
         if row.match is not None:
-            settled, row.match = tree.settle(row.match), None
-            row.match = settled
+            row.match = settled = tree.settle(row.match)
             if settled.pages * tiers.page_size < row.taken:
                 self._cache.log_once("a load failed while the session used it; its tokens were not cached")
                 return
