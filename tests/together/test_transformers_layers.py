@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hicache_controller.integrations.transformers.identity import weights_hash
 from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
 from hicache_controller.integrations.transformers.rows import PageRows, copy_rows
 
@@ -38,6 +39,32 @@ def test_pages_are_read_and_written_where_they_are(pages: list[int]) -> None:
     rows.write(pool, new)
     before[slots] = new
     assert torch.equal(pool, before)
+
+
+def test_the_hash_of_weights_follows_names_and_bits_and_no_order() -> None:
+    def model(order: list[str], *, changed: bool = False) -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name in order:
+            value = torch.arange(len(name) * 3, dtype=torch.float32)
+            made.register_buffer(name, value + changed * (name == "b") * 2.0**-20)
+        return made
+
+    first = weights_hash(model(["a", "b", "ccc"]))
+    assert weights_hash(model(["ccc", "a", "b"])) == first
+    assert weights_hash(model(["a", "b", "ccc"], changed=True)) != first
+    assert weights_hash(model(["a", "b", "ddd"])) != first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_any_changed_value_changes_the_hash(dtype: torch.dtype) -> None:
+    module = torch.nn.Module()
+    values = torch.randint(0, 2, (37,)).to(dtype)
+    module.register_buffer("values", values)
+    seen = {weights_hash(module)}
+    for place in range(37):
+        values[place] = 1 - values[place].to(torch.int64)  # small equal steps, which weak sums let cancel
+        seen.add(weights_hash(module))
+    assert len(seen) == 38
 
 
 class TestLayersAgainstTransformersOwn:
