@@ -58,4 +58,4 @@ def test_two_ranks_keep_identical_trees_and_no_lock_for_a_hundred_rounds():
     assert any(host for (_, host, *_), _ in rounds)
     assert any(prefetched > device + host for (device, host, prefetched, *_), _ in rounds)
     assert first["storage"] != second["storage"]
-    assert first["refused"] != second["refused"]
+    assert first["refused"] + second["refused"] > 0
