@@ -207,6 +207,37 @@ def test_what_storage_removes_is_told_with_its_parent_and_stored_again_when_used
     model.empty()
 
 
+def lose(storage: MemoryStorage, lost: bytes) -> None:
+    """Take a page out as one that was found damaged."""
+    with storage._lock:
+        for pages in storage._bytes.values():
+            pages.pop(lost, None)
+        storage._index.remove(lost)
+        storage._note_removed((lost,))
+    storage._tell_removed()
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_page_lost_anywhere_in_a_node_is_stored_again_when_it_is_used(
+    make_model: MakeModel, keys_of: KeysOf, lost: int
+) -> None:
+    words = random.sample(range(100), 6)
+    model = make_model(storage=MemoryStorage(), windows=(8, 8), states=(8, 8))
+    model.serve(words)
+    model.cache.drain()
+    before = stored(model, keys_of(words), "kv", "swa", "mamba")
+    assert before == [6, 2, 1]
+    lose(model.storage, keys_of(words)[lost])
+    assert stored(model, keys_of(words), "kv") == [5]
+    model.cache.poll()
+    model.lookup(words)
+    model.cache.drain()
+    assert stored(model, keys_of(words), "kv", "swa", "mamba") == before
+    model.empty()
+    assert model.serve(words) == 6, "all of it comes back from storage"
+    model.empty()
+
+
 def test_page_removed_while_it_was_being_stored_is_not_taken_for_stored(make_model: MakeModel, keys_of: KeysOf) -> None:
     events: list[CacheEvent] = []
     model = make_model(storage=MemoryStorage(), listener=events.append)

@@ -14,7 +14,7 @@ from ..storage.base import HiCacheStorage
 from ..storage_worker import StorageBackend
 from .events import CacheEvent, Change, Tier
 from .eviction import TreeEviction
-from .keys import KEY_BYTES, key_list
+from .keys import key_list
 from .node import NO_PAGES, Operation, TreeNode, WindowPart, unpack
 from .presence import StoragePresence
 
@@ -68,8 +68,8 @@ class TreeBackups(TreeEviction):
         """Whether something of the node is settled on the host, not in storage, and not on its way there."""
         if node.host is None or node.write is not None or node.backup is not None:
             return False
-        # Storage gives up the tail of a prefix before its head, so that the last page tells of all.
-        if node.stored and len(self._presence) and self._storage_lacks((node.keys[-KEY_BYTES:],)):
+        # Room is made from the tail of a prefix on, but a damaged page leaves from anywhere in it.
+        if node.stored and len(self._presence) and self._storage_lacks(key_list(node.keys)):
             node.stored = False
             for part in node.windows:
                 part.stored = False
