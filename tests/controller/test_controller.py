@@ -5,9 +5,11 @@ import threading
 import pytest
 import torch
 
+from hicache_controller import layer_done
 from hicache_controller.controller import HiCacheController
-from hicache_controller.events import HostSignal
+from hicache_controller.events import COMPLETED, HostSignal
 from hicache_controller.hybrid import HybridCacheController
+from hicache_controller.layer_done import LayerDoneCounter
 from hicache_controller.operations import CacheOperation
 from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.host_pools import NullPoolHost
@@ -159,7 +161,29 @@ def test_a_load_that_fails_in_the_middle_is_not_marked_loaded(make_stack, layer,
     (ack,) = stack.controller.poll_loads(wait=True)
     assert "injected" in str(ack.error)
     assert stack.used() == (0, 4)
+    with pytest.raises(RuntimeError, match=r"layer 0 failed: injected"):
+        counter.wait_until(0)
     assert stack.same(stack.loaded(host), rows)
+
+
+def test_failed_loads_are_told_until_reset_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(layer_done, "_MOST_FAILURES", 3)
+    counter = LayerDoneCounter(1)
+    consumers = [counter.register([COMPLETED], lambda: None) for _ in range(6)]
+    for consumer in consumers:
+        counter.forget(consumer, None if consumer in (1, 4) else RuntimeError(f"reason {consumer}"))
+    for consumer in (2, 3, 5):
+        counter.set_consumer([4, consumer])
+        with pytest.raises(RuntimeError, match=f"layer 0 failed: reason {consumer}"):
+            counter.wait_until(0)
+    counter.set_consumer(4)
+    counter.wait_until(0)
+    counter.set_consumer(0)
+    with pytest.raises(RuntimeError, match="load 0 of layer 0 is too old to tell"):
+        counter.wait_until(0)
+    counter.reset()
+    counter.set_consumer(consumers)
+    counter.wait_until(0)
 
 
 def test_a_submission_that_fails_is_an_ack_with_an_error(make_stack, monkeypatch):

@@ -694,10 +694,10 @@ class HiCacheController:
             transfers, layers=self._plan.layers, ready_events=operation.ready_events
         )
 
-    def _finished(self, started: StartedOperation) -> None:
+    def _finished(self, started: StartedOperation, error: BaseException | None) -> None:
         if started.handle is not None:
             self.engine.release(started.handle)
-        self.layer_done_counter.forget(started.consumer)
+        self.layer_done_counter.forget(started.consumer, error)
 
     def _give_back_write(self, operation: CacheOperation) -> None:
         """Return the host slots of a write that does not count."""

@@ -10,12 +10,15 @@ from .events import Event
 NOTHING_TO_WAIT_FOR = -1
 """Consumer id of a start_loading that had nothing to load."""
 
+_MOST_FAILURES = 4096
+"""Failed loads kept by id once they are acked; about those before them only the newest id is kept."""
+
 
 class LayerDoneCounter:
     """Per-layer events of loads, found by the consumer id that ``start_loading`` returned.
 
     Ids only grow and are never used again, so an id whose load has long been acked still means that load: nothing is
-    left to wait for.
+    left to wait for, and if it failed, its rows are still not there.
 
     Parameters
     ----------
@@ -29,6 +32,9 @@ class LayerDoneCounter:
         self._next = 0
         self._loads: dict[int, tuple[Sequence[Event], Callable[[], BaseException | None]]] = {}
         self._consumers: tuple[int, ...] = ()
+        # What errors said, not they themselves: a traceback would keep the transfer and its tensors.
+        self._failures: dict[int, str] = {}
+        self._last_dropped_failure = -1
 
     def register(self, events: Sequence[Event], error: Callable[[], BaseException | None]) -> int:
         """Add a load: an event for each layer, and a function that tells its error; returns its consumer id."""
@@ -43,10 +49,17 @@ class LayerDoneCounter:
         with self._lock:
             return tuple(self._loads[consumer][0]) if consumer in self._loads else ()
 
-    def forget(self, consumer: int) -> None:
-        """Drop a load that has been acked."""
+    def forget(self, consumer: int, error: BaseException | None) -> None:
+        """Drop a load that has been acked, but for the ack's error: whoever waits for it must still be told."""
         with self._lock:
-            self._loads.pop(consumer, None)
+            known = self._loads.pop(consumer, None) is not None
+            if error is None or not known:
+                return
+            self._failures[consumer] = str(error) or repr(error)
+            if len(self._failures) > _MOST_FAILURES:
+                oldest = next(iter(self._failures))
+                del self._failures[oldest]
+                self._last_dropped_failure = max(self._last_dropped_failure, oldest)
 
     def set_consumer(self, consumer: int | Iterable[int]) -> None:
         """Choose the load, or loads, that the forward pass about to run waits for; -1 for none."""
@@ -65,12 +78,19 @@ class LayerDoneCounter:
         ValueError
             If there is no such layer.
         RuntimeError
-            If a chosen load failed: its rows must not be read.
+            If a chosen load failed, acked or not: its rows must not be read. Also if it is older than thousands of
+            failed loads, when nobody knows any more.
         """
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer is {layer}; accepted: 0..{self.layers - 1}")
         with self._lock:
             loads = [self._loads[c] for c in self._consumers if c in self._loads]
+            acked = [c for c in self._consumers if c >= 0 and c not in self._loads]
+            for consumer in acked:
+                if consumer in self._failures:
+                    raise RuntimeError(f"the load of layer {layer} failed: {self._failures[consumer]}")
+                if consumer <= self._last_dropped_failure:
+                    raise RuntimeError(f"load {consumer} of layer {layer} is too old to tell whether it failed")
         for events, error in loads:
             events[layer].wait()
             failure = error()
@@ -81,4 +101,6 @@ class LayerDoneCounter:
         """Forget every load and consumer; ids go on growing."""
         with self._lock:
             self._loads.clear()
+            self._failures.clear()
+            self._last_dropped_failure = -1
             self._consumers = ()

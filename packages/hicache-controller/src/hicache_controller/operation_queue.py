@@ -79,7 +79,8 @@ class OperationQueue:
     give_back
         Returns the slots that were taken for an operation that failed or was cancelled.
     finished
-        Called for each operation that is taken out, once its slots are not in flight any more.
+        Called for each operation that is taken out, with its error on any rank, once its slots are not in flight any
+        more.
     agreement
         Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one.
 
@@ -90,7 +91,7 @@ class OperationQueue:
         self,
         submit: Callable[[CacheOperation], TransferHandle],
         give_back: Callable[[CacheOperation], None],
-        finished: Callable[[StartedOperation], None],
+        finished: Callable[[StartedOperation, BaseException | None], None],
         agreement: Agreement,
     ) -> None:
         self._submit = submit
@@ -217,7 +218,7 @@ class OperationQueue:
 
     def _finish(self, started: StartedOperation, error: BaseException | None, acks: list[Ack]) -> None:
         """Let the slots go where they have to, and add the ack unless all of it was cancelled."""
-        self._finished(started)
+        self._finished(started, error)
         logger.debug("finished operation=%d nodes=%s error=%r", started.operation.id, started.operation.node_ids, error)
         parts: Sequence[CacheOperation] = started.operation.parts
         for part in parts:
