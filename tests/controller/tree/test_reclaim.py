@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache_controller.tree import WritePolicy
+from hicache_controller.tree import WindowComponent, WritePolicy
 from hicache_pools import PoolTransfer
 
 MakeModel = Callable[..., Any]
@@ -193,3 +193,29 @@ def test_callbacks_of_the_engine_stay(make_model: MakeModel) -> None:
     assert own.host_evict_fn == mine.append
     model.group.alloc(10**6)
     assert mine
+
+
+@pytest.mark.parametrize("name", ["kv", "swa", "mamba"])
+def test_tree_made_later_over_the_same_group_reclaims_in_place_of_the_first(make_model: MakeModel, name: str) -> None:
+    model = make_model(device_pages=8, host_pages=8, windows=(8, 8), states=(4, 4))
+    fill(model, 2)
+    model.empty()
+    model.cache = type(model.cache)(
+        model.controller,
+        model.allocators["kv"],
+        page_size=2,
+        components=[
+            WindowComponent.sliding_window("swa", window_tokens=3, page_size=2),
+            WindowComponent.recurrent_state(),
+        ],
+    )
+    fill(model, 4)
+    assert free(model, name)[0] == 0
+    slots = model.host[name].page_size
+    on_device = model.group.alloc_device(slots, name)
+    on_host = model.group.alloc(model.group.available_size(name) + slots, name)
+    assert on_device is not None
+    assert on_host is not None
+    model.group.free_device(on_device, name)
+    model.group.free(on_host, name)
+    model.empty()

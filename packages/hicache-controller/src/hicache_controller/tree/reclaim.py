@@ -44,7 +44,7 @@ class Reclaim:
         evict_host: Callable[[int], object],
         evict_device: Callable[[int], object],
     ) -> None:
-        """Set an entry's callbacks, each unless the engine has set one of its own.
+        """Set an entry's callbacks, in place of those of a tree before, but never of one that the engine has set.
 
         Parameters
         ----------
@@ -53,21 +53,30 @@ class Reclaim:
         evict_host, evict_device
             ``fn(pages)``, the tree's.
         """
-        page_size = int(entry.host_pool.page_size)
+        if entry.host_evict_fn is None or isinstance(entry.host_evict_fn, _Callback):
+            entry.host_evict_fn = _Callback(self, entry, evict_host)
+        if entry.device_evict_fn is None or isinstance(entry.device_evict_fn, _Callback):
+            entry.device_evict_fn = _Callback(self, entry, evict_device)
 
-        def callback(evict: Callable[[int], object]) -> Callable[[int], None]:
-            def reclaim(slots: int) -> None:
-                if self._working:
-                    return
-                if threading.get_ident() != self._thread:
-                    logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
-                    return
-                with self.held():
-                    evict(-(-slots // page_size))
+    def _may_evict(self, entry: PoolEntry) -> bool:
+        if self._working:
+            return False
+        if threading.get_ident() != self._thread:
+            logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
+            return False
+        return True
 
-            return reclaim
 
-        if entry.host_evict_fn is None:
-            entry.host_evict_fn = callback(evict_host)
-        if entry.device_evict_fn is None:
-            entry.device_evict_fn = callback(evict_device)
+class _Callback:
+    """What a pool that is short calls; its type tells a tree's from an engine's."""
+
+    def __init__(self, reclaim: Reclaim, entry: PoolEntry, evict: Callable[[int], object]) -> None:
+        self._reclaim = reclaim
+        self._entry = entry
+        self._evict = evict
+        self._page_size = int(entry.host_pool.page_size)
+
+    def __call__(self, slots: int) -> None:
+        if self._reclaim._may_evict(self._entry):
+            with self._reclaim.held():
+                self._evict(-(-slots // self._page_size))
