@@ -8,6 +8,7 @@ import pytest
 
 from hicache_controller.storage import FileStorage, MemoryStorage
 from hicache_controller.storage.faults import FaultyStorage
+from hicache_pools import PoolHitPolicy, PoolTransfer
 
 PAGE = 1024
 
@@ -123,6 +124,20 @@ def test_a_page_of_which_one_pool_lost_its_part_is_told(tmp_path, fingerprint, f
     assert storage.batch_exists(keys, name="mamba") == 1
     assert told == [keys[1]]
     assert storage.batch_exists(keys) == 2
+    storage.close()
+
+
+def test_what_a_lookup_noticed_is_told_though_it_fails_at_a_later_pool(tmp_path, fingerprint, fake_pool, new_keys):
+    storage, pool, state, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), fake_pool(), new_keys(3)
+    told = listening(storage, pool)
+    storage.register_mem_pool_host(state, "mamba")
+    for name in ("kv", "mamba"):
+        assert all(storage.batch_set(keys, pool.slots(range(3)), name=name))
+    os.unlink(storage.page_path(keys[1], "mamba"))
+    needed = [PoolTransfer(name, hit_policy=PoolHitPolicy.TRAILING_PAGES) for name in ("mamba", "swa")]
+    with pytest.raises(KeyError, match="swa"):
+        storage.batch_exists_pools(keys, needed)
+    assert told == [keys[1]]
     storage.close()
 
 

@@ -263,11 +263,13 @@ class HiCacheStorage(ABC):
                 trailing.append(transfer)
         names = self._keys(keys[:length])
         restorable = np.ones(length + 1, dtype=bool)
-        for transfer in trailing:
-            window = 1 if transfer.keys is None else len(transfer.keys)
-            present = self._present(self._pool(transfer.name), names, leading=False)
-            restorable[1:] &= _ends_a_run(np.array(present, dtype=bool), window)
-        self._tell_removed()
+        try:
+            for transfer in trailing:
+                window = 1 if transfer.keys is None else len(transfer.keys)
+                present = self._present(self._pool(transfer.name), names, leading=False)
+                restorable[1:] &= _ends_a_run(np.array(present, dtype=bool), window)
+        finally:
+            self._tell_removed()
         return int(np.flatnonzero(restorable)[-1])
 
     def batch_get_pools(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
