@@ -126,6 +126,24 @@ def test_storage_directory_is_empty_of_pages_afterwards(shape: ModelShape, tmp_p
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 4096
 
 
+def test_cache_is_closed_though_what_was_stored_cannot_be_removed(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = EngineBench(options(shape, 100))
+    assert bench.storage is not None
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(bench.storage, "clear", fail)
+    with pytest.raises(OSError, match="the disk is gone"), bench:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.storage.batch_exists([b"key"])
+    with pytest.raises(RuntimeError, match="closed"), bench.cache.session(torch.zeros(1, 40, dtype=torch.long)):
+        pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

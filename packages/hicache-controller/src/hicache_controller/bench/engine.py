@@ -225,9 +225,9 @@ class EngineBench:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the cache and remove what was stored."""
-        if self.storage is not None:
-            self.storage.clear()
-        self._exit.close()
+        with self._exit:
+            if self.storage is not None:
+                self.storage.clear()
 
     def run(self, progress: Callable[[str], None] = lambda _: None) -> list[PromptTimes]:
         """Measure every prompt length.
