@@ -39,6 +39,7 @@ class Request:
     match: Match = field(init=False)  # while it runs: its prefix in the tree, pinned
     pages: Pages = field(init=False)  # while it runs: its own device pages, behind the prefix
     prefetching: Prefetching | None = None  # while it waits: what storage may still add to its prefix
+    loads: tuple[int, ...] = ()  # while it runs: the loads that fill its prefix, for the layers to wait for
     found: tuple[int, int] = (0, 0)  # pages the tree had on the device, and there or on the host
 
 
@@ -142,6 +143,7 @@ class Engine:
             request.prefetching, fetched = None, match.pages
             # From the host to the device, without waiting: attention waits for each layer when it gets there.
             match = self.cache.load_back(match, wait=False)
+            request.loads = match.consumers  # before any call that may poll: a load that failed is in no match after it
             pages = self.cache.alloc_device(pages_of(request) - match.pages)  # evicts what is not pinned
             if pages is None:
                 self.cache.release(match)
@@ -176,7 +178,7 @@ class Engine:
         """Bring retracted requests back, half-filled last page and all, as far as there is room."""
         while self.retracted and (restored := self.cache.retraction_restore(str(self.retracted[0].id))):
             request = self.retracted.popleft()
-            request.match, request.pages = restored.match, restored.pages
+            request.match, request.pages, request.loads = restored.match, restored.pages, restored.match.consumers
             self.running.append(request)
 
     def compute(self) -> None:
@@ -201,7 +203,7 @@ class Engine:
         new_rows = torch.cat([table[-count:] for table, count in zip(tables, counts, strict=True)])
         positions = [torch.arange(len(table), device=DEVICE)[-n:] for table, n in zip(tables, counts, strict=True)]
         tokens = [token for request, n in zip(batch, counts, strict=True) for token in request.tokens[-n:]]
-        self.controller.layer_done_counter.set_consumer([load for each in batch for load in each.match.consumers])
+        self.controller.layer_done_counter.set_consumer([load for each in batch for load in each.loads])
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             # On a GPU the stream waits, not this thread, and later layers go on travelling while this one computes.

@@ -124,6 +124,32 @@ def test_split_of_a_node_with_its_load_in_flight(make_model: MakeModel, keys_of:
     model.empty()
 
 
+def test_a_match_tells_no_pages_for_those_of_a_load_that_failed(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(device_pages=20)
+    insert(model, keys_of((1, 2)))
+    insert(model, keys_of((1, 2, 3, 4)))
+    model.cache.drain()
+    model.cache.evict_device(2)
+    gate = model.gate("load")
+    gate.failing = True
+    loading = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2, 3, 4))), wait=False)
+    loads = loading.consumers
+    assert len(model.cache.device_page_numbers(loading)) == 4
+    model.cache.poll(wait=True)
+    with pytest.raises(ValueError, match=r"has 2 of its 4 device pages.*settle must come first"):
+        model.cache.device_page_numbers(loading)
+    counter = model.controller.layer_done_counter
+    counter.set_consumer(loads)
+    with pytest.raises(RuntimeError, match="failed"):
+        counter.wait_until(0)
+    gate.failing = False
+    settled = model.cache.settle(loading)
+    assert settled.device_pages == 2
+    model.verify_match(settled)
+    model.cache.release(settled)
+    model.empty()
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_overlapping_loads_of_one_prefix_load_each_page_once(
     make_model: MakeModel, keys_of: KeysOf, failing: bool

@@ -167,9 +167,22 @@ class UnifiedRadixCache(TreeReferences):
         self._keep_until(self.clock() + seconds, self._like(match, match.node, match.pages))
 
     def device_page_numbers(self, match: Match) -> Pages:
-        """Device pages of the match's leading ``device_pages``, in order."""
+        """Device pages of the match's leading ``device_pages``, in order.
+
+        Raises
+        ------
+        ValueError
+            If some are there no more, because a load that was to fill them failed and a poll has seen it; ``settle``
+            gives the shorter match.
+        """
         parts = [unpack(node.device) for node in self._path(match.device_node) if node.device is not None]
-        return np.concatenate(parts[::-1]) if parts else NO_PAGES
+        pages = np.concatenate(parts[::-1]) if parts else NO_PAGES
+        if len(pages) != match.device_pages:
+            raise ValueError(
+                f"the match has {len(pages)} of its {match.device_pages} device pages, as a load of the others failed; "
+                "settle must come first"
+            )
+        return pages
 
     def window_page_numbers(self, match: Match, name: PoolName | str) -> Pages:
         """Device pages of a windowed pool for the last pages of a match, in order; at most the window's.
