@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -187,8 +188,10 @@ class Checkpoints:
         count = min(self._tiers.window_pages, tokens // self._tiers.page_size)
         return self._tiers.tree.alloc_window(PoolName.SWA, count)
 
-    def _watcher(self, number: int) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
-        def watch(keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+    def _watcher(self, number: int) -> Callable[[Any, torch.Tensor, torch.Tensor, int], None]:
+        def watch(layer: Any, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+            if layer is not self._past.layers[number]:
+                return  # A copy of the session's cache goes on with tokens of its own.
             for checkpoint in self._saved:
                 if number in checkpoint.missing and checkpoint.sliding is not None:
                     self._save_window(checkpoint, number, keys, values, first)

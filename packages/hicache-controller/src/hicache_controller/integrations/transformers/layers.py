@@ -17,9 +17,8 @@ from transformers.cache_utils import (
 )
 
 from .errors import UnsupportedError
+from .filling import Fill, FilledOnTouch, KeysAndValues
 from .model_layout import AttentionShape, RowShape, StatesShape
-
-Fill = Callable[[], None]
 
 GROWTH_TOKENS = 256
 """Room for new tokens behind a prompt; buffers grow by half when it is used up."""
@@ -28,35 +27,12 @@ WINDOW_SLACK = 256
 """Tokens a sliding window's buffer takes before it is shifted."""
 
 
-class FilledOnTouch:
-    """What calls a function once, when its content is first needed."""
-
-    _fill: Fill | None = None
-
-    def fill_with(self, fill: Fill | None) -> None:
-        """Set what fills it; None where there is nothing to fill."""
-        self._fill = fill
-
-    def fill(self) -> None:
-        """Fill it, the first time that succeeds."""
-        fill, self._fill = self._fill, None
-        if fill is None:
-            return
-        try:
-            fill()
-        except BaseException:
-            self._fill = fill
-            raise
-
-
-class FullAttention(FilledOnTouch):
+class FullAttention(KeysAndValues):
     """Keys and values of all tokens, in buffers with room to grow: a new token is written, and nothing else is copied.
 
     ``keys`` and ``values`` are views of the first tokens of ``_buffers``, as long as nobody else has replaced them.
     """
 
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
     is_initialized: bool
     device: Any
     dtype: Any
@@ -85,7 +61,7 @@ class FullAttention(FilledOnTouch):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the keys and values of new tokens; returns those of all tokens."""
         self.fill()
-        length = 0 if self.keys is None else self.keys.shape[-2]
+        length = self.get_seq_length()
         end = length + key_states.shape[-2]
         keys, values = self._buffers_for(key_states, value_states, length, end)
         keys[:, :, length:end].copy_(key_states)
@@ -96,7 +72,7 @@ class FullAttention(FilledOnTouch):
         if self._buffers is None:
             raise RuntimeError("the layer has no buffers yet")
         keys, values = self._buffers
-        self.keys, self.values = self._views = keys[:, :, :tokens], values[:, :, :tokens]
+        self._keys, self._values = self._views = keys[:, :, :tokens], values[:, :, :tokens]
         self.device, self.dtype, self.is_initialized = keys.device, keys.dtype, True
         return self._views
 
@@ -117,6 +93,10 @@ class FullAttention(FilledOnTouch):
                 buffer[:, :, :length].copy_(kept)
         self._buffers = fresh
         return fresh
+
+    def get_seq_length(self) -> int:
+        """Count the tokens; it does not wait for them."""
+        return 0 if self._keys is None or not self._keys.numel() else self._keys.shape[-2]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens."""
@@ -150,6 +130,18 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyp
     """Full attention with the keys of a sparse indexer beside it."""
 
     _index_buffer: torch.Tensor | None = None
+    _indexer_keys: torch.Tensor | None = None
+
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """Index keys ``[batch, tokens, dim]``; None before the first."""
+        self.fill()
+        return self._indexer_keys
+
+    @indexer_keys.setter
+    def indexer_keys(self, indexer_keys: torch.Tensor | None) -> None:
+        self.fill()
+        self._indexer_keys = indexer_keys
 
     def begin(self, shape: AttentionShape, batch: int, tokens: int, device: torch.device, fill: Fill) -> None:
         """Allocate, and take over ``tokens`` tokens that ``fill`` will write."""
@@ -181,10 +173,10 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyp
     def _show_index(self, tokens: int) -> torch.Tensor:
         if self._index_buffer is None:
             raise RuntimeError("the layer has no index keys yet")
-        self.indexer_keys = self._index_buffer[:, :tokens]
-        self.indexer_device, self.indexer_dtype = self.indexer_keys.device, self.indexer_keys.dtype
+        self._indexer_keys = keys = self._index_buffer[:, :tokens]
+        self.indexer_device, self.indexer_dtype = keys.device, keys.dtype
         self.is_indexer_initialized = True
-        return self.indexer_keys
+        return keys
 
     def reset(self) -> None:
         """Forget everything."""
@@ -193,7 +185,7 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyp
         self.is_indexer_initialized = False
 
 
-class WindowAttention(FilledOnTouch):
+class WindowAttention(KeysAndValues):
     """Keys and values of a window's tokens, and of some before it.
 
     transformers keeps ``sliding_window - 1`` tokens; here ``retained`` are kept, which is more, so that the window
@@ -202,8 +194,6 @@ class WindowAttention(FilledOnTouch):
     Invariant: the buffers' first ``_held`` tokens are the last ``_held`` ones of the sequence.
     """
 
-    keys: torch.Tensor | None
-    values: torch.Tensor | None
     is_initialized: bool
     device: Any
     dtype: Any
@@ -211,8 +201,8 @@ class WindowAttention(FilledOnTouch):
     cumulative_length: int
     record_past: bool
     retained: int = 0
-    watch: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None
-    """Called with what is held, ``[batch, heads, n, dim]``, and the number of the first of these tokens."""
+    watch: Callable[[Any, torch.Tensor, torch.Tensor, int], None] | None = None
+    """Called with the layer itself, what is held, ``[batch, heads, n, dim]``, and the number of its first token."""
     _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
     _held: int = 0
 
@@ -267,7 +257,7 @@ class WindowAttention(FilledOnTouch):
         self.cumulative_length += new
         self._show(end)
         if self.watch is not None:
-            self.watch(*whole, self.cumulative_length - whole[0].shape[-2])
+            self.watch(self, *whole, self.cumulative_length - whole[0].shape[-2])
         return whole[0][:, :, -visible:], whole[1][:, :, -visible:]
 
     def _show(self, held: int) -> None:
@@ -276,7 +266,7 @@ class WindowAttention(FilledOnTouch):
         self._held = held
         first = max(0, held - (self.sliding_window - 1))
         keys, values = self._buffers
-        self.keys, self.values = keys[:, :, first:held], values[:, :, first:held]
+        self._keys, self._values = keys[:, :, first:held], values[:, :, first:held]
         self.device, self.dtype, self.is_initialized = keys.device, keys.dtype, True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -325,41 +315,53 @@ class WindowLayer(WindowAttention, DynamicSlidingWindowLayer):  # type: ignore[n
     """Attention with a sliding or chunked window."""
 
 
-class _StatesByNumber(dict[int, torch.Tensor | None]):
-    """States by number, filled before the first of them is handed out."""
-
-    def __init__(self, fill: Fill, states: dict[int, torch.Tensor | None]) -> None:
-        super().__init__(states)
-        self._fill = fill
-
-    def __getitem__(self, number: int) -> torch.Tensor | None:
-        self._fill()
-        return super().__getitem__(number)
+States = dict[int, torch.Tensor | None]
 
 
 class RecurrentStates(FilledOnTouch):
     """Convolution and recurrent states, filled when the model first asks for one."""
 
-    conv_states: dict[int, torch.Tensor | None]
-    recurrent_states: dict[int, torch.Tensor | None]
     is_conv_states_initialized: dict[int, bool]
     is_recurrent_states_initialized: dict[int, bool]
     has_previous_state: dict[int, bool]
     conv_kernel_size: dict[int, int | None]
     device: Any
     dtype: Any
+    _conv_states: States
+    _recurrent_states: States
+
+    @property
+    def conv_states(self) -> States:
+        """Convolution states by number, each ``[batch, ...]``."""
+        self.fill()
+        return self._conv_states
+
+    @conv_states.setter
+    def conv_states(self, states: States) -> None:
+        self.fill()
+        self._conv_states = states
+
+    @property
+    def recurrent_states(self) -> States:
+        """Recurrent states by number, each ``[batch, ...]``."""
+        self.fill()
+        return self._recurrent_states
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: States) -> None:
+        self.fill()
+        self._recurrent_states = states
 
     def begin_states(self, shape: StatesShape, batch: int, device: torch.device, fill: Fill) -> None:
         """Allocate, and take over the states of a sequence that ``fill`` will write."""
 
-        def allocate(states: tuple[tuple[int, Any], ...], into: dict[int, torch.Tensor | None]) -> None:
+        def allocate(states: tuple[tuple[int, Any], ...], into: States) -> None:
             for number, state in states:
                 into[number] = torch.empty((batch, *state.shape), dtype=state.dtype, device=device)
                 self.has_previous_state[number] = True
 
-        conv, recurrent = dict(self.conv_states), dict(self.recurrent_states)
-        allocate(shape.conv, conv)
-        allocate(shape.recurrent, recurrent)
+        allocate(shape.conv, self._conv_states)
+        allocate(shape.recurrent, self._recurrent_states)
         for number, state in shape.conv:
             self.is_conv_states_initialized[number] = True
             self.conv_kernel_size[number] = state.shape[-1]
@@ -368,12 +370,9 @@ class RecurrentStates(FilledOnTouch):
             self.is_recurrent_states_initialized[number] = True
         self.device = device
         self.fill_with(fill)
-        self.conv_states = _StatesByNumber(self.fill, conv)
-        self.recurrent_states = _StatesByNumber(self.fill, recurrent)
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All states, convolution states first, each ``[batch, ...]``."""
-        self.fill()
         found = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in found if state is not None]
 
@@ -414,7 +413,7 @@ class HybridWindowLayer(  # type: ignore[no-untyped-call, override]
         WindowAttention.reset(self)
 
 
-class StaticFullLayer(FilledOnTouch, StaticLayer):  # type: ignore[no-untyped-call]
+class StaticFullLayer(KeysAndValues, StaticLayer):  # type: ignore[no-untyped-call]
     """Full attention in a buffer of one size, for ``torch.compile``."""
 
     def begin(self, shape: AttentionShape, batch: int, tokens: int, device: torch.device, fill: Fill) -> None:

@@ -15,7 +15,8 @@ from ...tree.node import Pages
 from ...tree.results import Match
 from .checkpoints import Checkpoint, Checkpoints
 from .errors import UnsupportedError
-from .layers import FilledOnTouch, FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
+from .filling import FilledOnTouch
+from .layers import FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
 from .past import PastCache, StaticPastCache
 from .recorder import Recorder
@@ -124,9 +125,9 @@ class Session:
             self._pages[name] = [PageRows(tree.window_page_numbers(match, name), size, device) for match in matches]
         batch = len(rows)
         for number, (layer, shape) in enumerate(zip(past.layers, tiers.layout.layers, strict=False)):
-
-            def fill(number: int = number) -> None:
-                self._fill(number)
+            # A function, which a deep copy of the layer shares; what is bound would bring a copy of the session.
+            def fill(layer: Any, number: int = number) -> None:
+                self._fill(layer, number)
 
             if shape.attention is not None and isinstance(layer, WindowAttention):
                 held = columns if columns - rows[0].pad <= self._window_tokens(0) else self._window_tokens(0)
@@ -139,14 +140,13 @@ class Session:
     def _window_tokens(self, row: int) -> int:
         return len(self._pages[PoolName.SWA][row])
 
-    def _fill(self, number: int) -> None:
-        """Copy one layer's rows out of the device pools, behind the load that brings them there."""
-        if self._past is None or not self._pages:
+    def _fill(self, layer: Any, number: int) -> None:
+        """Copy a layer's rows, or those of its copy, out of the device pools, behind the load that brings them."""
+        if not self._pages:
             raise RuntimeError("the session is over, and this layer was not filled while it lasted")
         counter = self._tiers.controller.layer_done_counter
         counter.set_consumer(self._consumers)
         counter.wait_until(number)
-        layer = self._past.layers[number]
         with torch.no_grad():
             if isinstance(layer, (FullAttention, StaticFullLayer)):
                 self._fill_full(layer, number)
