@@ -20,8 +20,9 @@ from rich.table import Table
 from tiny_model import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, LAYERS, MAX_TOKENS, VOCABULARY, Model
 from torch.nn.functional import scaled_dot_product_attention
 
-from hicache_controller import Ack, Fingerprint, HiCacheController, UnifiedRadixCache
+from hicache_controller import Ack, Fingerprint, HiCacheController, StorageSettings, UnifiedRadixCache
 from hicache_controller.storage.file import FileStorage
+from hicache_controller.storage_worker import PrefetchPolicy
 from hicache_controller.tree import Match, Pages, Prefetching, SequenceKeys
 from hicache_pools import ExtentAllocator, HostPoolGroup, MHATokenToKVPool, MHATokenToKVPoolHost, PoolEntry, PoolName
 
@@ -51,7 +52,8 @@ class Controller(HiCacheController):
     """
 
     def __init__(self, group: HostPoolGroup) -> None:
-        super().__init__(group)
+        # A request waits for its pages rather than compute what storage has.
+        super().__init__(group, storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE))
         self.writes: list[tuple[float, Ack]] = []
         self.seen: dict[str, list[float]] = {"device_released": [], "host_ready": []}
 
@@ -144,7 +146,8 @@ class Engine:
             # From the host to the device, without waiting: attention waits for each layer when it gets there.
             match = self.cache.load_back(match, wait=False)
             request.loads = match.consumers  # before any call that may poll: a load that failed is in no match after it
-            pages = self.cache.alloc_device(pages_of(request) - match.pages)  # evicts what is not pinned
+            new = -(-len(request.tokens) // PAGE_SIZE) - match.pages
+            pages = self.cache.alloc_device(new)  # evicts what is not pinned
             if pages is None:
                 self.cache.release(match)
                 return
@@ -156,7 +159,7 @@ class Engine:
 
     def grow(self, request: Request) -> bool:
         """Give a request the page that its next token needs; False where the pool is full of running requests."""
-        missing = pages_of(request) - request.match.pages - len(request.pages)
+        missing = -(-len(request.tokens) // PAGE_SIZE) - request.match.pages - len(request.pages)
         pages = self.cache.alloc_device(missing)
         if pages is not None:
             request.pages = np.concatenate((request.pages, pages))
@@ -248,11 +251,6 @@ class Engine:
         if self.storage is not None:
             self.storage.close()
         self.host_pool.destroy()
-
-
-def pages_of(request: Request) -> int:
-    """Pages that hold a request's tokens."""
-    return -(-len(request.tokens) // PAGE_SIZE)
 
 
 def slots_of(pages: Pages) -> torch.Tensor:
