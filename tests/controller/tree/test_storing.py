@@ -181,6 +181,55 @@ def test_another_storage_gets_everything_anew_and_the_old_one_is_told_gone(
     model.empty()
 
 
+@pytest.mark.parametrize("end", ["detach", "shutdown"])
+def test_storage_tells_nobody_once_the_controller_lets_go_of_it(make_model: MakeModel, end: str) -> None:
+    model = make_model(storage=MemoryStorage())
+    model.serve((1, 2, 3))
+    model.cache.drain()
+    if end == "detach":
+        model.controller.detach_storage_backend()
+    else:
+        assert model.controller.shutdown(30)
+    model.storage.clear()
+    assert not model.cache._presence.take_removed()
+
+
+def test_storage_that_comes_back_is_listened_to_and_gets_what_left_it_meanwhile(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    model = make_model(storage=MemoryStorage(), windows=(8, 8), states=(8, 8))
+    words = random.sample(range(100), 4)
+    model.serve(words)
+    model.cache.drain()
+    there = stored(model, keys_of(words), "kv", "swa", "mamba")
+    assert model.controller.detach_storage_backend() is model.storage
+    model.storage.clear()
+    model.controller.attach_storage_backend(model.storage)  # before the tree looked
+    model.cache.drain()
+    assert stored(model, keys_of(words), "kv", "swa", "mamba") == there
+    lose(model.storage, keys_of(words)[-1])
+    model.cache.poll()
+    model.lookup(words)
+    model.cache.drain()
+    assert stored(model, keys_of(words), "kv", "swa", "mamba") == there
+    model.empty()
+
+
+def test_storage_that_refuses_a_pool_is_not_listened_to(make_model: MakeModel, keys_of: KeysOf) -> None:
+    class Refuses(MemoryStorage):
+        def register_mem_pool_host(self, pool: Any, name: str = "kv") -> None:
+            raise OSError("cannot register this memory")
+
+    model = make_model()
+    storage = Refuses()
+    with pytest.raises(OSError, match="cannot register"):
+        model.controller.attach_storage_backend(storage)
+    storage._note_removed(keys_of((1,)))
+    storage._tell_removed()
+    assert not model.cache._presence.take_removed()
+    storage.close()
+
+
 def test_what_storage_removes_is_told_with_its_parent_and_stored_again_when_used(
     make_model: MakeModel, keys_of: KeysOf
 ) -> None:

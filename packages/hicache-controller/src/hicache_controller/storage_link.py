@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 from .agreement import Agreement
 from .in_flight import Access, Use
 from .operations import StorageAck
-from .storage.base import HiCacheStorage
+from .storage.base import HiCacheStorage, RemovalListener
 from .storage_worker import (
     ANCHOR,
     BackupOperation,
@@ -144,6 +145,8 @@ class StorageLink:
     ----------
     page_get_func, page_set_func
         How pages move: zero-copy for a :class:`HiCacheStorage`, by tensors for any other backend, not at all without.
+    changes
+        How many times a backend was attached or let go.
     """
 
     def __init__(
@@ -158,6 +161,8 @@ class StorageLink:
         self._synchronous = synchronous
         self._lock = threading.RLock()
         self._attached: _Attached | None = None
+        self._listener: RemovalListener | None = None
+        self.changes = 0
         self._pools: dict[str, Any] = {}
         self._backups: deque[BackupOperation] = deque()
         self._prefetches: list[PrefetchOperation] = []
@@ -183,18 +188,34 @@ class StorageLink:
         with self._lock:
             if self._attached is not None:
                 raise RuntimeError("a storage backend is attached; detach_storage_backend must come first")
-            pools = {ANCHOR: anchor_pool, **sidecars}
-            backend.register_mem_pool_host(anchor_pool)
-            for name, pool in sidecars.items():
-                backend.register_mem_pool_host(pool, name=name)
-            if isinstance(backend, HiCacheStorage):
-                page_get, page_set = zero_copy_page_functions(backend)
-            else:
-                page_get, page_set = generic_page_functions(backend, pools.__getitem__)
+            with ExitStack() as undo:
+                if self._listener is not None and isinstance(backend, HiCacheStorage):
+                    backend.set_removal_listener(self._listener)
+                    undo.callback(backend.set_removal_listener, None)
+                pools = {ANCHOR: anchor_pool, **sidecars}
+                backend.register_mem_pool_host(anchor_pool)
+                for name, pool in sidecars.items():
+                    backend.register_mem_pool_host(pool, name=name)
+                if isinstance(backend, HiCacheStorage):
+                    page_get, page_set = zero_copy_page_functions(backend)
+                else:
+                    page_get, page_set = generic_page_functions(backend, pools.__getitem__)
+                self._attached = self._start(backend, page_get, page_set)
+                undo.pop_all()
             self._pools = pools
-            self._attached = self._start(backend, page_get, page_set)
             self.page_get_func, self.page_set_func = page_get, page_set
             self._quiet_until = 0.0
+            self.changes += 1
+
+    def follow_removals(self, listener: RemovalListener) -> None:
+        """Have a listener told what any backend removes on its own for as long as it is attached, this one and later.
+
+        It takes the place of the one before, as no more than one tree uses a controller.
+        """
+        with self._lock:
+            if isinstance(self.backend, HiCacheStorage):
+                self.backend.set_removal_listener(listener)
+            self._listener = listener
 
     def register_sidecar(self, name: str, pool: Any) -> None:
         """Let an attached backend know a pool that came later."""
@@ -260,14 +281,19 @@ class StorageLink:
 
     # Backup
 
-    def backup(self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[Use]) -> None:
-        """Queue pages for storage; see :meth:`HiCacheController.backup`."""
+    def backup(
+        self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[Use], error: Exception | None = None
+    ) -> None:
+        """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
         attached = self._need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
-        after = self._engine.events_of_users([(use, accesses) for use in uses])
-        operation = BackupOperation(parts, node_id, after)
+        before = self._engine.predecessors([(use, accesses) for use in uses])
+        operation = BackupOperation(parts, node_id, before.events, before.sources)
         self._backups.append(operation)
-        if not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
+        if error is not None:
+            operation.error = error
+            operation.host_ready.fire()
+        elif not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
             self._metrics.count("backup_dropped_pages", operation.pages)
             operation.error = RuntimeError(
                 f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for "
@@ -404,6 +430,9 @@ class StorageLink:
         if finish_backups:
             attached.backups.drain(timeout)
         stopped = [thread.close(timeout) for thread in attached.threads]
+        if self._listener is not None and isinstance(attached.backend, HiCacheStorage):
+            attached.backend.set_removal_listener(None)
+        self.changes += 1
         self._attached = None
         self._pools = {}
         self.page_get_func, self.page_set_func = no_page_get, no_page_set

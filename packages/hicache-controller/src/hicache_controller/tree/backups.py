@@ -10,8 +10,6 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
-from ..storage.base import HiCacheStorage
-from ..storage_worker import StorageBackend
 from .events import CacheEvent, Change, Tier
 from .eviction import TreeEviction
 from .keys import key_list
@@ -44,11 +42,11 @@ class TreeBackups(TreeEviction):
         self._backups: dict[int, Operation] = {}
         self._backed_up_pages = 0
         self._presence = StoragePresence(remember=self.listener is not None)
-        self._backend: StorageBackend | None = self.controller.storage.backend
+        self._storage_changes = self.controller.storage.changes
         self._pause = Backoff(self.clock)
         self._to_store: deque[TreeNode] = deque()
         self._look_through_at = _FEW
-        self._listen_to_storage()
+        self.controller.storage.follow_removals(self._presence.note_removed)
 
     # One node
 
@@ -210,7 +208,7 @@ class TreeBackups(TreeEviction):
 
     def _follow_storage(self) -> None:
         """Notice another storage and what the one there is has removed; store what waits for it."""
-        if self.controller.storage.backend is not self._backend:
+        if self.controller.storage.changes != self._storage_changes:
             self._change_storage()
         self._take_in_removed()
         if len(self._presence) > _FEW:
@@ -223,24 +221,17 @@ class TreeBackups(TreeEviction):
         if removed:
             self._tell_removed(self._presence.removed(removed))
 
-    def _listen_to_storage(self) -> None:
-        if isinstance(self._backend, HiCacheStorage):
-            self._backend.set_removal_listener(self._presence.note_removed)
-
     def _change_storage(self) -> None:
-        if isinstance(self._backend, HiCacheStorage):
-            self._backend.set_removal_listener(None)
+        self._storage_changes = self.controller.storage.changes
         self._tell_removed(self._presence.forget_all())
-        self._backend = self.controller.storage.backend
         self._pause.succeeded()
         for operation in self._backups.values():
             operation.failed = True
-        self._listen_to_storage()
         for node in self._all_nodes():
             node.stored = False
             for part in node.windows:
                 part.stored = False
-            if self._backend is not None and self._is_to_store(node):
+            if self.controller.has_storage and self._is_to_store(node):
                 self._store_later(node)
 
     def _storage_lacks(self, keys: Sequence[bytes]) -> bool:
