@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -242,6 +243,30 @@ class TestKeysThatAreNotThoseOfTheTokens:
         with cache.session(prompt) as past:
             fam.forward(cache.model, prompt, past, attention_mask=mask, position_ids=torch.arange(20)[None])
         self.check_nothing_kept(cache, caplog, "attention_mask")
+
+    @pytest.mark.parametrize("at", ["in the prompt", "in the last step"])
+    def test_another_mask_among_steps(self, cache: HiCache, caplog: pytest.LogCaptureFixture, at: str) -> None:
+        tokens = fam.random_tokens(30)
+        with cache.session(tokens[:, :20]) as past:
+            for begin, end in ((0, 20), *((step, step + 1) for step in range(20, 30))):
+                mask = torch.ones(1, end, dtype=torch.int64)
+                mask[0, 3] = end != (20 if at == "in the prompt" else 30)
+                positions = torch.arange(begin, end)[None]
+                fam.forward(cache.model, tokens[:, begin:end], past, attention_mask=mask, position_ids=positions)
+        self.check_nothing_kept(cache, caplog, "attention_mask")
+
+    def test_masks_of_steps_are_not_held(self, cache: HiCache) -> None:
+        tokens = fam.random_tokens(60)
+        held: list[weakref.ref[torch.Tensor]] = []
+        with cache.session(tokens[:, :20]) as past:
+            for begin, end in ((0, 20), *((step, step + 1) for step in range(20, 60))):
+                mask = torch.ones(1, end, dtype=torch.int64)
+                held.append(weakref.ref(mask))
+                positions = torch.arange(begin, end)[None]
+                fam.forward(cache.model, tokens[:, begin:end], past, attention_mask=mask, position_ids=positions)
+                del mask
+            assert [each for each in held[1:-1] if each() is not None] == []
+        assert cache.stats().device_tokens == 56
 
     def test_padding_without_positions_is_an_error(self, cache: HiCache) -> None:
         prompt = fam.random_tokens(20)

@@ -21,6 +21,19 @@ class Pass(NamedTuple):
     positions: torch.Tensor | None
     mask: torch.Tensor | None
 
+    @property
+    def end(self) -> int:
+        """The column behind those it computed."""
+        return self.first + self.tokens.shape[1]
+
+    def continues(self, before: Pass) -> bool:
+        """Whether it went on where another pass ended, and was given the same things for as many sequences."""
+        return (
+            self.first == before.end
+            and self.tokens.shape[0] == before.tokens.shape[0]
+            and (self.positions is None) == (before.positions is None)
+        )
+
 
 class Recorder:
     """Hooks on the decoder of a model, for the time of a session.
@@ -47,7 +60,7 @@ class Recorder:
     ) -> None:
         self._past = past
         self._rows = rows
-        self._passes: list[Pass] = []
+        self._groups: list[list[Pass]] = []
         self._unknown: str | None = None
         self._after_pass = after_pass
         self._prompt = rows[0].pad + rows[0].length
@@ -72,7 +85,7 @@ class Recorder:
         if tokens is None:
             self._unknown = "a forward pass was given inputs_embeds, and embeddings tell no tokens"
             return
-        if first and not self._passes and tokens.shape[1] >= self._prompt:
+        if first and not self._groups and tokens.shape[1] >= self._prompt:
             raise ValueError(
                 f"the forward pass was given {tokens.shape[1]} tokens, the whole prompt, and the cache has {first} of "
                 "them; pass input_ids[:, past.get_seq_length():] (generate does so by itself)"
@@ -80,10 +93,21 @@ class Recorder:
         positions = options.get("position_ids")
         if positions is None and any(row.pad for row in self._rows):
             raise ValueError("the batch is padded and position_ids is missing; pass them, padding not counted")
-        if self._passes and first < self._passes[-1].first + self._passes[-1].tokens.shape[1]:
+        if self._groups and first < self._groups[-1][-1].end:
             self.rolled_back_to = min(self.rolled_back_to, first)
         mask = options.get("attention_mask")
-        self._passes.append(Pass(first, tokens.detach(), positions, mask if isinstance(mask, torch.Tensor) else None))
+        self._note(Pass(first, tokens.detach(), positions, mask if isinstance(mask, torch.Tensor) else None))
+
+    def _note(self, following: Pass) -> None:
+        """Add a pass to those it follows, so that a group of them costs one copy to the CPU, or begin a group."""
+        if not self._groups or not following.continues(self._groups[-1][-1]):
+            self._groups.append([following])
+            return
+        group = self._groups[-1]
+        if len(group) > 1:
+            # The mask of a step is as long as the sequence so far, and the one of the last pass shows the same.
+            group[-1] = group[-1]._replace(mask=None)
+        group.append(following)
 
     def _after(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         if not self._mine(options):
@@ -115,7 +139,8 @@ class Recorder:
         for number, row in enumerate(self._rows):
             table[number, row.pad : known] = row.tokens[: max(0, known - row.pad)]
         reason = self._unknown
-        for batch, first in _joined(self._passes):
+        for batch in self._groups:
+            first = batch[0].first
             if reason is None:
                 reason = self._strange(batch, first)
             if reason is not None or first > known:
@@ -151,20 +176,3 @@ class Recorder:
             if not bool(((mask.cpu() != 0) == shown).all()):
                 return "attention_mask hid other tokens than the padding on the left"
         return None
-
-
-def _joined(passes: Sequence[Pass]) -> list[tuple[list[Pass], int]]:
-    """Group passes that follow each other, so that each group costs one copy to the CPU."""
-    groups: list[tuple[list[Pass], int]] = []
-    for each in passes:
-        if groups:
-            batch, _ = groups[-1]
-            last = batch[-1]
-            alike = last.tokens.shape[0] == each.tokens.shape[0] and (last.positions is None) == (
-                each.positions is None
-            )
-            if alike and each.first == last.first + last.tokens.shape[1]:
-                batch.append(each)
-                continue
-        groups.append(([each], each.first))
-    return groups
