@@ -187,6 +187,51 @@ def test_an_upload_that_is_too_small_makes_room_for_a_larger_one(uploads):
     assert pool.take(1) is large
 
 
+def test_one_long_operation_makes_no_upload_for_every_short_one_behind_it(uploads):
+    pool = UploadPool(torch.device("cpu"))
+    long = pool.take(1)
+    long.event.record(None)
+    pool.give_back(long)
+    seen = set()
+    for _ in range(50):
+        short = pool.take(1)
+        seen.add(id(short))
+        pool.give_back(short)
+    assert id(long) not in seen
+    assert len(seen) == 1
+
+
+def on_device(reader, monkeypatch, stream, *, capturing):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    return lambda *lists: reader.read(*lists, stream, keep=True)
+
+
+def test_what_a_graph_captured_serves_no_call_outside(monkeypatch):
+    """Its widened copies have bytes while the graph runs alone. (Lists on ``meta`` stand for those on a GPU.)"""
+    device = torch.device("meta")
+    reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
+    stream, host = object(), torch.empty(4, dtype=torch.int64, device=device)
+    slots = torch.empty(4, dtype=torch.int32, device=device)
+    captured = on_device(reader, monkeypatch, stream, capturing=True)(host, slots)
+    assert captured.captured
+    eager = on_device(reader, monkeypatch, stream, capturing=False)(host, slots)
+    assert eager is not captured
+    assert on_device(reader, monkeypatch, stream, capturing=False)(host, slots) is eager
+
+
+def test_a_widened_copy_of_a_list_on_the_device_is_made_for_each_call(monkeypatch):
+    """Torch can write to such a list between two layers, and nobody on the CPU sees it."""
+    device = torch.device("meta")
+    reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
+    stream, host = object(), torch.arange(4)
+    slots = torch.empty(4, dtype=torch.int32, device=device)
+    indices = on_device(reader, monkeypatch, stream, capturing=False)(host, slots)
+    first, second = reader.both_slots(indices, stream), reader.both_slots(indices, stream)
+    assert first[1].dtype is second[1].dtype is torch.int64
+    assert first[1] is not second[1]
+    assert indices.device_slots is slots
+
+
 @pytest.mark.parametrize("dtypes", [(torch.int64, torch.int64), (torch.int32, torch.int64), (torch.int32, torch.int32)])
 def test_uploads_go_back_with_their_indices_and_not_before(uploads, compiled, dtypes):
     module = compiled("main")

@@ -125,7 +125,6 @@ def test_direct_moves_any_multiple_of_4_bytes(pools, gpu, row_bytes, dtype):
 def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
     monkeypatch.setattr(movers, "BULK_BLOCKS", 1)
     monkeypatch.setattr(movers, "BULK_LOAD_ROW_BYTES", 256)
-    monkeypatch.setattr(movers, "BULK_WRITE_BACK_ROW_BYTES", 256)
     monkeypatch.setattr(movers, "BULK_MULTIPLE", 16)
     form, dtype = random.choice(["slot_major", "block_major"]), random.choice([torch.int32, torch.int64])
     pool = pools.random_pool(layout, (row_bytes, row_bytes), layers=4, pages=75, page_size=2, form=form, device=gpu)

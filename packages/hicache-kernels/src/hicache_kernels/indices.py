@@ -145,8 +145,9 @@ class IndexReader:
         if known and last is not None and last[0].serve(host, device):
             return last[0]
         read = self._read(host, device, stream)
-        read.keep()
-        self._last = read, stream
+        if not read.captured:
+            read.keep()
+            self._last = read, stream
         return read
 
     def _read(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> OperationIndices:
@@ -207,9 +208,10 @@ class IndexReader:
             (host,) = self._uploaded(indices, (indices.host,), stream)
         elif device is None:
             (device,) = self._uploaded(indices, (indices.device,), stream)
-        if device is None or host.dtype is not device.dtype:
-            host, device = host.long(), self.device_slots(indices, stream).long()
         indices.host_slots, indices.device_slots = host, device
+        if device is None or host.dtype is not device.dtype:
+            # Not kept: what the caller writes into a list on the device has to be seen by the next call.
+            return host.long(), self.device_slots(indices, stream).long()
         return host, device
 
     def _uploaded(

@@ -28,8 +28,6 @@ BULK_LOAD_ROW_BYTES = 256
 """Rows from which a direct load goes by bulk copies: with 2 CTAs rows of 1024 bytes and more reach 0.92 of the bus,
 where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row kernel 0.90. Rows of 576 bytes, which
 split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
-BULK_WRITE_BACK_ROW_BYTES = 1 << 30
-"""Rows from which a direct write-back goes by bulk copies: never, as the row kernel is as fast with 2 CTAs (0.93)."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 STAGED_ROW_MULTIPLE = 16
@@ -147,10 +145,9 @@ class DirectMover:
         return queued == 1
 
     def _bulk(self, to_device: bool, blocks: int) -> int:
-        """Shared memory of a CTA for bulk copies; 0 where the row kernel is faster."""
-        least = BULK_LOAD_ROW_BYTES if to_device else BULK_WRITE_BACK_ROW_BYTES
-        long = self._row_bytes >= least and self._row_bytes % BULK_MULTIPLE == 0
-        return BULK_SHARED_BYTES if long and blocks >= BULK_BLOCKS else 0
+        """Shared memory of a CTA for bulk copies; 0 where the row kernel is as fast, as it is for all write-backs."""
+        long = self._row_bytes >= BULK_LOAD_ROW_BYTES and self._row_bytes % BULK_MULTIPLE == 0
+        return BULK_SHARED_BYTES if to_device and long and blocks >= BULK_BLOCKS else 0
 
     def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
         key = (to_device, layer)
@@ -395,7 +392,7 @@ class StagedMover:
             return None
         lane = self._ring.lane(direction)
         with lane.lock:
-            lane.chunk_pages(self._page_bytes)
+            lane.begin()
             copies: int = self._copy_runs(
                 self._lines,
                 pages,

@@ -41,6 +41,20 @@ class StagingLane:
     Invariant: a buffer is written only behind its ``drained`` event, and read only behind its ``staged`` event; whoever
     holds :attr:`lock` is the only one that queues work on the buffers, so operations of any streams and threads may
     follow each other.
+
+    Attributes
+    ----------
+    lock
+        Held while an operation is queued.
+    stream, fence
+        Stream of the copies, and handle of an event to hold it behind another stream; None and 0 on CPU, and before
+        :meth:`begin`.
+    table
+        int64 ``[buffers, 3]`` on CPU, as the module reads it: address, staged event, drained event.
+    cursor
+        Buffer that the next operation fills first.
+    buffer_bytes
+        Bytes of a buffer.
     """
 
     def __init__(
@@ -60,11 +74,19 @@ class StagingLane:
         self._pages = pages
         self._memory: torch.Tensor | None = None
         self._events: list[torch.cuda.Event] = []
+        self._fence_event: torch.cuda.Event | None = None
 
     @property
     def stream_handle(self) -> int:
         """Handle of the copy stream; 0 on CPU."""
         return 0 if self.stream is None else self.stream.cuda_stream
+
+    def begin(self) -> None:
+        """Make the stream and the fence, which copies need that go without staging; call with :attr:`lock` held."""
+        if self.stream is None and self.device.type == "cuda":
+            self.stream = own_stream(self.device, f"copies of a {self._direction}")
+            self._fence_event = self.stream.record_event()
+            self.fence = self._fence_event.cuda_event
 
     def chunk_pages(self, page_bytes: int) -> int:
         """Pages of ``page_bytes`` staging bytes that one buffer takes; grows the buffers where not even one fits.
@@ -104,17 +126,13 @@ class StagingLane:
         self._memory = torch.empty(buffer_bytes * count + ALIGNMENT, dtype=torch.uint8, device=self.device)
         start = -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT
         table = [[start + index * buffer_bytes, 0, 0] for index in range(count)]
-        if self.device.type == "cuda":
+        self.begin()
+        if self.stream is not None:
             with torch.cuda.device(self.device):
-                if self.stream is None:
-                    self.stream = own_stream(self.device, f"copies of a {self._direction}")
                 # The allocator may hand out memory that work on the current stream still uses.
                 self.stream.wait_stream(torch.cuda.current_stream(self.device))
                 self._memory.record_stream(self.stream)
-                self._events = [torch.cuda.Event() for _ in range(2 * count + 1)]  # type: ignore[no-untyped-call]
-                for event in self._events:
-                    event.record(self.stream)
-                self.fence = self._events[-1].cuda_event
+                self._events = [self.stream.record_event() for _ in range(2 * count)]
             for index, row in enumerate(table):
                 row[1:] = [event.cuda_event for event in self._events[2 * index : 2 * index + 2]]
         self.buffer_bytes = buffer_bytes

@@ -108,7 +108,7 @@ class PlaneTransfer:
     ) -> None:
         self.planes = tuple(planes)
         check_planes(self.planes)
-        self.policy = transfer_policy(policy)
+        self._policy = transfer_policy(policy)
         self.boundaries = tuple(boundaries)
         first = self.planes[0]
         self.device = canonical_device(first.device.device)
@@ -126,6 +126,11 @@ class PlaneTransfer:
         self._turns = itertools.count()
         self._plans: dict[tuple[object, ...], planner.Plan] = {}
         self._layout = _layout(first.host.strides, self.page_size)
+
+    @property
+    def policy(self) -> TransferPolicy:
+        """Default policy of the operations."""
+        return self._policy
 
     # ---- paths
 
@@ -441,8 +446,10 @@ class PlaneTransfer:
         pages = _host_pages(indices)
         staged = self._demand_staged()
         with self.ring.lane(Direction.LOAD).lock:
+            taken = _Events()
             if indices.device.device.type == "cpu":
-                taken = self._take_events(len(layers), stream) if with_events else _Events()
+                # More than the staged path needs, which takes over what direct copies leave.
+                taken = self._take_events(len(layers) if with_events else 0, stream)
                 copies = staged.copy_runs(
                     Direction.LOAD,
                     pages,
@@ -459,7 +466,9 @@ class PlaneTransfer:
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies, taken.events)
             steps = planner.layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
-            taken = self._take_events(len(steps), stream)
+            if not taken.events:
+                taken = self._take_events(len(steps), stream)
+            taken = _Events(taken.events[: len(steps)], taken.handles[: len(steps)])
             copies = staged.load(
                 pages,
                 self._indices.device_slots(indices, stream),

@@ -9,6 +9,8 @@ import torch
 
 LEAST_COUNT = 4096
 """Indices that an upload has room for at least."""
+MOST_LOOKS = 4
+"""Uploads looked at before another one is made: a long operation must not make every short one bring its own."""
 
 
 class Upload:
@@ -46,15 +48,14 @@ class UploadPool:
 
     def take(self, count: int) -> Upload:
         """Room for ``count`` indices that nothing reads any more; call with the stream current that will read it."""
-        for _ in range(len(self._spare)):
+        for _ in range(min(len(self._spare), MOST_LOOKS)):
             try:
                 upload = self._spare.popleft()
             except IndexError:  # other threads took them
                 break
             if not upload.event.query():  # type: ignore[no-untyped-call]
                 self._spare.append(upload)
-                break
-            if upload.pinned.numel() >= count:
+            elif upload.pinned.numel() >= count:
                 return upload
         return Upload(max(LEAST_COUNT, 1 << (count - 1).bit_length()), self._device)
 
