@@ -10,7 +10,7 @@ from hicache_controller.controller import HiCacheController
 from hicache_controller.events import COMPLETED, HostSignal
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.layer_done import LayerDoneCounter
-from hicache_controller.operations import CacheOperation
+from hicache_controller.operations import CacheOperation, SourceFailedError
 from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.host_pools import NullPoolHost
 
@@ -578,3 +578,113 @@ def test_prometheus_sees_what_the_metrics_hold(make_stack):
     assert 'rank="3"' in text
     assert "hicache_transfer_bytes_total{" in text
     assert "hicache_transfer_submit_seconds_bucket{" in text
+
+
+# Operations behind one that fails
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
+def test_a_load_behind_a_write_that_fails_fails_too(make_stack, known):
+    stack = make_stack()
+    device = stack.alloc(2)
+    gate = stack.host_pool.write_gate
+    gate.failures = 1
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    ack = stack.controller.start_writing()
+    if known:
+        gate.open()
+        ack.host_ready.synchronize()
+        stack.controller.engine.reap()
+    target = stack.controller.load(host, node_id=2)
+    before = stack.rows(target)
+    counter = stack.controller.layer_done_counter
+    counter.set_consumer(stack.controller.start_loading())
+    gate.open()
+    with pytest.raises(RuntimeError, match="write-back of its bytes failed: injected"):
+        counter.wait_until(0)
+    assert [ack.error is None for ack in stack.controller.poll_writes(wait=True)] == [False]
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert isinstance(ack.error, SourceFailedError)
+    assert "injected" in str(ack.error)
+    assert stack.same(stack.rows(target), before)
+    assert stack.used() == (2, 0)
+
+
+def test_a_load_behind_a_write_that_is_cancelled_fails(make_stack):
+    stack = make_stack()
+    gate = stack.host_pool.write_gate
+    gate.close()
+    stack.controller.write(stack.alloc(1), node_id=0)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    host = stack.controller.write(stack.alloc(2), node_id=1)
+    stack.controller.start_writing()
+    stack.controller.load(host, node_id=2)
+    stack.controller.start_loading()
+    assert stack.controller.cancel_write(1)
+    gate.open()
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert "the write was cancelled" in str(ack.error)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_backup_behind_a_write_that_fails_stores_nothing(make_stack, synchronous, known):
+    stack = make_stack(storage=True, synchronous=synchronous)
+    stack.host_pool.write_gate.failures = 1
+    host, keys = stack.controller.write(stack.alloc(2), node_id=1), stack.keys(2)
+    if known:
+        stack.controller.start_writing().host_ready.synchronize()
+        stack.controller.engine.reap()
+    stack.controller.backup(host, keys, node_id=3)
+    (ack,) = stack.controller.poll_backups(wait=True)
+    assert ack.node_id == 3
+    assert ack.stored_pages == 0
+    assert "write-back of its bytes failed: injected" in str(ack.error)
+    assert "injected" in str(stack.controller.poll_writes(wait=True)[0].error)
+    assert stack.controller.storage_exists(keys) == 0
+
+
+def test_a_write_behind_a_load_that_fails_fails_too(make_stack):
+    stack = make_stack()
+    host, _ = stack.written(2)
+    gate = stack.host_pool.load_gates[1]
+    gate.failures = 1
+    gate.close()
+    device = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    other = stack.alloc(1)
+    rows = stack.compute(other)
+    stack.controller.write(device, node_id=2)
+    stack.controller.start_writing()
+    kept = stack.controller.write(other, node_id=3)
+    stack.controller.start_writing()
+    gate.open()
+    assert "injected" in str(stack.controller.poll_loads(wait=True)[0].error)
+    acks = []
+    while len(acks) < 2:
+        acks += stack.controller.poll_writes(wait=True)
+    assert "load of its bytes failed: injected" in str(acks[0].error)
+    assert acks[1].error is None
+    assert stack.same(stack.loaded(kept), rows)
+
+
+def test_what_overwrites_the_slots_of_a_failed_transfer_is_not_its_reader(make_stack):
+    stack = make_stack(storage=True)
+    host, _ = stack.written(2)
+    keys = stack.keys(2)
+    stack.controller.backup(host, keys, node_id=0)
+    assert stack.controller.poll_backups(wait=True)[0].error is None
+    stack.controller.evict_host(host)
+    gate = stack.host_pool.write_gate
+    gate.failures = 1
+    gate.close()
+    slots = stack.controller.write(stack.alloc(2), node_id=1)
+    stack.controller.start_writing()
+    operation = stack.controller.prefetch(slots, keys, request_id="a")
+    gate.open()
+    assert stack.controller.finish_prefetch(operation) in (0, 1, 2)  # best effort
+    operation.host_ready.synchronize()
+    assert operation.error is None
+    assert stack.controller.poll_writes(wait=True)[0].error is not None

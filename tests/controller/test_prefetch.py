@@ -6,11 +6,10 @@ import time
 import pytest
 import torch
 
-from hicache_controller.events import HostSignal
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
-from hicache_controller.storage_worker import PrefetchPolicy, StorageThread
+from hicache_controller.storage_worker import PrefetchPolicy, StorageTask, StorageThread
 from hicache_pools.group import PoolEntry
 from hicache_pools.host_pools import MHATokenToKVPoolHost
 
@@ -511,19 +510,14 @@ def test_settings_out_of_range_raise():
 
 
 def test_a_storage_thread_survives_what_its_work_raises(make_stack):
-    class Task:
-        def __init__(self):
-            self.pages, self.after, self.cancelled = 1, (), False
-            self.host_ready, self.error = HostSignal(), None
-
     def work(task):
         raise KeyError("broken")
 
     thread = StorageThread("t", work, lambda task: None, queue_pages=10, synchronous=False)
-    tasks = [Task(), Task()]
+    tasks = [StorageTask((), ()), StorageTask((), ())]
     for task in tasks:
         assert thread.submit(task, timeout=30)
         task.host_ready.synchronize()
         assert isinstance(task.error, KeyError)
     assert thread.close(30)
-    assert not thread.submit(Task(), timeout=0)
+    assert not thread.submit(StorageTask((), ()), timeout=0)

@@ -17,7 +17,7 @@ from .agreement import Agreement
 from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
 from .host_slots import HostSlots
-from .in_flight import Access, Place, Side, Use, page_granules
+from .in_flight import Access, InFlight, Place, Side, Use, page_granules
 from .indices import check_indices, device_slot_count
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
@@ -26,7 +26,7 @@ from .operation_queue import OperationQueue, StartedOperation
 from .operations import Ack, CacheOperation, StorageAck
 from .storage_link import StorageLink, StorageSettings
 from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
-from .transfer_engine import Guards, L2Transfer, L2TransferEngine, TransferHandle
+from .transfer_engine import Guards, L2Transfer, L2TransferEngine, TransferHandle, source_error
 
 
 class HiCacheController:
@@ -629,7 +629,7 @@ class HiCacheController:
         parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
         with self._lock:
             self._start_writes_of(uses)
-            self.storage.backup(parts, node_id, uses)
+            self.storage.backup(parts, node_id, uses, self._failed_source(self._writes, uses))
 
     def _prefetch(
         self,
@@ -684,12 +684,30 @@ class HiCacheController:
         if self._writes.waiting and any(self._writes.waiting_uses.users(use, (Access.WRITE,)) for use in uses):
             self.start_writing()
 
+    def _failed_source(self, queue: OperationQueue, reads: Sequence[Use]) -> Exception | None:
+        """Tell of an operation that was to bring what is read and has failed, where its caller cannot know that yet."""
+        for operation, error in queue.failed():
+            brought: InFlight[CacheOperation] = InFlight()
+            brought.add(operation, self._uses(operation, device=Access.WRITE, host=Access.WRITE))
+            if any(brought.users(use, (Access.WRITE,)) for use in reads):
+                return source_error("write-back" if queue is self._writes else "load", error)
+        return None
+
+    def _check_source(self, queue: OperationQueue, operation: CacheOperation, **reads: Access) -> None:
+        """Raise where what an operation reads was to be brought by one that has failed."""
+        if queue.failed():
+            error = self._failed_source(queue, self._uses(operation, **reads))
+            if error is not None:
+                raise error
+
     def _submit_write(self, operation: CacheOperation) -> TransferHandle:
         transfers = self._transfers(operation, load=False)
+        self._check_source(self._loads, operation, device=Access.READ)
         return self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
 
     def _submit_load(self, operation: CacheOperation) -> TransferHandle:
         transfers = self._transfers(operation, load=True)
+        self._check_source(self._writes, operation, host=Access.READ)
         return self.engine.submit_host_to_device(
             transfers, layers=self._plan.layers, ready_events=operation.ready_events
         )

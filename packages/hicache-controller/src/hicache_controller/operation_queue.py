@@ -41,9 +41,9 @@ class StartedOperation:
     cut: bool = False
 
     @property
-    def has_failed(self) -> bool:
-        """Whether there is an error so far."""
-        return self.submit_error is not None or (self.handle is not None and self.handle.error is not None)
+    def failure(self) -> BaseException | None:
+        """Why it failed or was cancelled on this rank; None so far otherwise."""
+        return self.submit_error if self.handle is None else self.handle.error
 
     @property
     def done(self) -> bool:
@@ -58,7 +58,7 @@ class StartedOperation:
 
     def error(self) -> BaseException | None:
         """Why it failed; final once :attr:`done`. An operation all of which was cancelled has not failed."""
-        error = self.submit_error if self.handle is None else self.handle.error
+        error = self.failure
         cancelled = all(part.cancelled for part in self.operation.parts)
         return None if cancelled and isinstance(error, OperationCancelledError) else error
 
@@ -153,9 +153,14 @@ class OperationQueue:
         """Yield operations that are done and whose slots the next poll may give back."""
         for started in self.started:
             # An error is there before its operation is done, so what is done without one has not failed on this rank.
-            lost = self._agreement.needed or started.has_failed
+            lost = self._agreement.needed or started.failure is not None
             if (lost or started.cut) and started.done:
                 yield from (part for part in started.operation.parts if lost or part.cancelled)
+
+    def failed(self) -> list[tuple[CacheOperation, BaseException]]:
+        """Operations that have failed, and of which no poll has told yet, with their errors."""
+        failures = ((started.operation, started.failure) for started in self.started)
+        return [(operation, error) for operation, error in failures if error is not None]
 
     def keep_acks(self) -> None:
         """Take out what is done, without asking other ranks, and keep the acks for the next poll."""

@@ -20,6 +20,10 @@ class OperationCancelledError(RuntimeError):
     """The operation was cancelled before it was complete."""
 
 
+class SourceFailedError(RuntimeError):
+    """The operation was not run, as the transfer that was to bring the bytes it moves has failed."""
+
+
 class Ack(NamedTuple):
     """What became of a write or a load; each is returned once by ``poll_writes`` or ``poll_loads``.
 

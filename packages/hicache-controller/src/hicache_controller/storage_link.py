@@ -184,7 +184,10 @@ class StorageLink:
         return None if attached is None else attached.backend
 
     def attach(self, backend: StorageBackend, anchor_pool: Any, sidecars: Mapping[str, Any]) -> None:
-        """Register the pools with ``backend`` and start its threads; nothing changed where that raises."""
+        """Register the pools with ``backend`` and start its threads; nothing changed where that raises.
+
+        RuntimeError where there is one, or where this one tells its removals to somebody else than the tree.
+        """
         with self._lock:
             if self._attached is not None:
                 raise RuntimeError("a storage backend is attached; detach_storage_backend must come first")
@@ -210,7 +213,8 @@ class StorageLink:
     def follow_removals(self, listener: RemovalListener) -> None:
         """Have a listener told what any backend removes on its own for as long as it is attached, this one and later.
 
-        It takes the place of the one before, as no more than one tree uses a controller.
+        It takes the place of the one before, as no more than one tree uses a controller; but RuntimeError where a
+        storage that is attached tells another.
         """
         with self._lock:
             if isinstance(self.backend, HiCacheStorage):

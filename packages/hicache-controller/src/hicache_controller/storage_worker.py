@@ -19,7 +19,7 @@ from .events import Event, HostSignal, wait_until_done
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
 from .storage.base import HiCacheStorage
-from .transfer_engine import InFlightOperation
+from .transfer_engine import InFlightOperation, TransferHandle
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,10 @@ class StorageTask(InFlightOperation):
 
     host_ready: HostSignal
 
-    def __init__(self, parts: Sequence[StoragePart], after: Sequence[Event]) -> None:
+    def __init__(
+        self, parts: Sequence[StoragePart], after: Sequence[Event], sources: Sequence[TransferHandle] = ()
+    ) -> None:
+        super().__init__(sources)
         self.parts = tuple(parts)
         self.after = tuple(after)
         self.host_ready = HostSignal()
@@ -199,8 +202,14 @@ class BackupOperation(StorageTask):
         Leading pages stored so far, in every pool that has a part for each.
     """
 
-    def __init__(self, parts: Sequence[StoragePart], node_id: int, after: Sequence[Event] = ()) -> None:
-        super().__init__(parts, after)
+    def __init__(
+        self,
+        parts: Sequence[StoragePart],
+        node_id: int,
+        after: Sequence[Event] = (),
+        sources: Sequence[TransferHandle] = (),
+    ) -> None:
+        super().__init__(parts, after, sources)
         self.node_id = node_id
         self.stored_pages = 0
 
@@ -377,6 +386,7 @@ class StorageThread(Generic[Task]):
     def _run(self, task: Task) -> None:
         try:
             if self._wait_for(task.after):
+                task.check_sources()
                 self._work(task)
             else:
                 task.cancelled = True

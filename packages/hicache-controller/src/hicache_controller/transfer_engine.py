@@ -19,7 +19,7 @@ from .events import COMPLETED, Event, Signal, wait_until_done
 from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
 from .lanes import Clock, Device, LanePair
 from .metrics import Metrics
-from .operations import OperationCancelledError
+from .operations import OperationCancelledError, SourceFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,20 @@ class InFlightOperation:
     device_released: Event = COMPLETED
     host_ready: Event = COMPLETED
 
+    def __init__(self, sources: Sequence[TransferHandle] = ()) -> None:
+        self._sources = tuple(sources)
+
+    def check_sources(self) -> None:
+        """Raise SourceFailedError if a transfer failed whose bytes this one moves, once they are waited for.
+
+        On CUDA that is known of what failed when it was queued; what fails later on the device fails all behind it.
+        """
+        # Let go, or each transfer would keep all those before it.
+        sources, self._sources = self._sources, ()
+        for source in sources:
+            if source.error is not None:
+                raise source_error(source.direction.value.replace("_", "-"), source.error) from source.error
+
     @property
     def done(self) -> bool:
         """Whether all its slots are its no longer."""
@@ -182,7 +196,9 @@ class TransferHandle(InFlightOperation):
         device: Device,
         metrics: Metrics,
         guards: Guards,
+        sources: Sequence[TransferHandle] = (),
     ) -> None:
+        super().__init__(sources)
         self.direction = direction
         # Kept until the handle goes: what an asynchronous copy reads belongs to its operation.
         self.transfers = tuple(transfers)
@@ -215,6 +231,7 @@ class TransferHandle(InFlightOperation):
         released: tuple[torch.cuda.Event, ...] | None = None
         ready: tuple[torch.cuda.Event, ...] | None = None
         try:
+            self.check_sources()
             self._device.before_transfer(transfer.host_pool for transfer in self.transfers)
             self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
@@ -226,7 +243,8 @@ class TransferHandle(InFlightOperation):
             self._stop_clock()
         except BaseException as error:
             self.error = error
-            self._settle()
+            if not isinstance(error, SourceFailedError):
+                self._settle()
             if not isinstance(error, Exception):
                 raise
             if not isinstance(error, OperationCancelledError):
@@ -241,6 +259,7 @@ class TransferHandle(InFlightOperation):
 
     def abandon(self, error: Exception) -> None:
         """End without having started."""
+        self._sources = ()
         self.error = error
         self._fire_all()
 
@@ -341,6 +360,18 @@ def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.
     return known if len(known) == len(listed) else (*known, torch.cuda.current_stream().record_event())
 
 
+def source_error(what: str, error: BaseException) -> SourceFailedError:
+    """Make the error of an operation on bytes that a write-back or load (``what``) was to bring, and did not."""
+    return SourceFailedError(f"the {what} of its bytes failed: {error}")
+
+
+class Predecessors(NamedTuple):
+    """What an operation has to follow: events, and transfers in flight that bring the bytes it reads."""
+
+    events: list[Event]
+    sources: list[TransferHandle]
+
+
 class PendingPages(NamedTuple):
     """Result of asking for pages: which nothing uses, and which something still does."""
 
@@ -359,6 +390,8 @@ class L2TransferEngine:
     load                  the caller's ``ready_event``; whoever uses its device rows; writers of its host slots
     backup, prefetch      writers of its host slots (and, as it writes, readers of them)
     ====================  =============================================================================================
+
+    An operation that reads what another one was to write fails where that one has failed.
 
     With what the controller does (slots in flight are not freed, device slots are freed behind ``device_released``),
     that closes the five hazards.
@@ -412,9 +445,8 @@ class L2TransferEngine:
             Its ``device_released`` and ``host_ready``, its error.
         """
         after = self._ready(ready_events) if self.guards.write_follows_compute else []
-        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0)
         if self.synchronous:
-            return self._submit(handle, (), after)
+            return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0), (), after)
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
@@ -424,7 +456,9 @@ class L2TransferEngine:
             others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
             if self.guards.refill_follows_read:
                 others.append((host, (Access.READ,)))
-        return self._submit(handle, uses, [*after, *self.events_of_users(others)])
+        before = self.predecessors(others)
+        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, before.sources)
+        return self._submit(handle, uses, [*after, *before.events])
 
     def submit_host_to_device(
         self, transfers: Sequence[L2Transfer], *, layers: int, ready_events: Sequence[Event] = ()
@@ -444,9 +478,8 @@ class L2TransferEngine:
         if self.guards.load_follows_compute:
             submitted = self.submission_event()
             after = [*ready_events, *([submitted] if submitted is not None else [])]
-        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers)
         if self.synchronous:
-            return self._submit(handle, (), after)
+            return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers), (), after)
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
@@ -456,17 +489,27 @@ class L2TransferEngine:
             others.append((device, (Access.READ, Access.WRITE)))
             if self.guards.read_follows_write:
                 others.append((host, (Access.WRITE,)))
-        return self._submit(handle, uses, [*after, *self.events_of_users(others)])
+        before = self.predecessors(others)
+        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, before.sources)
+        return self._submit(handle, uses, [*after, *before.events])
 
-    def events_of_users(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> list[Event]:
-        """Events after which none of the pages is used any more in those ways by what is in flight now."""
+    def predecessors(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> Predecessors:
+        """Find what is in flight now and uses the pages in those ways."""
         events: dict[int, Event] = {}
+        sources: dict[int, TransferHandle] = {}
         for use, accesses in uses:
             for owner in self.in_flight.users(use, accesses):
                 event = owner.device_released if use.place.side is Side.DEVICE else owner.host_ready
                 if not event.query():
                     events[id(event)] = event
-        return list(events.values())
+                # A reader waits for writers alone, so these are what it reads. Storage says by itself what it brought.
+                if use.access is Access.READ and isinstance(owner, TransferHandle):
+                    sources[id(owner)] = owner
+        return Predecessors(list(events.values()), list(sources.values()))
+
+    def events_of_users(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> list[Event]:
+        """Events after which none of the pages is used any more in those ways by what is in flight now."""
+        return self.predecessors(uses).events
 
     def release(self, handle: TransferHandle) -> None:
         """Let the slots of a transfer that is done go, and count its time."""
@@ -509,10 +552,16 @@ class L2TransferEngine:
         submitted = self.submission_event()
         return [] if submitted is None else [submitted]
 
-    def _handle(self, direction: Direction, transfers: Sequence[L2Transfer], layers: int) -> TransferHandle:
+    def _handle(
+        self,
+        direction: Direction,
+        transfers: Sequence[L2Transfer],
+        layers: int,
+        sources: Sequence[TransferHandle] = (),
+    ) -> TransferHandle:
         lanes = self._lanes
         device = lanes.device_to_host_device if direction is Direction.DEVICE_TO_HOST else lanes.host_to_device_device
-        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards)
+        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards, sources)
 
     def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
         lanes = self._lanes
