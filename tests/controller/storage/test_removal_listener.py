@@ -99,6 +99,27 @@ def test_what_the_listener_raises_stays_with_it(open_storage, fake_pool, new_key
     assert caplog.text.count("removal listener failed") == 1
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_second_listener_is_refused_until_the_first_is_let_go(open_storage, fake_pool, new_keys, wrapped):
+    storage, pool, keys = open_storage(), fake_pool(), new_keys(2)
+    storage = FaultyStorage(storage) if wrapped else storage
+    storage.register_mem_pool_host(pool)
+    first, second = [], []
+    storage.set_removal_listener(first.extend)
+    storage.set_removal_listener(first.extend)
+    with pytest.raises(RuntimeError, match=r"callback is .*; set_removal_listener\(None\) must come first"):
+        storage.set_removal_listener(second.append)
+    storage.batch_set(keys, pool.slots(range(2)))
+    storage.clear()
+    assert sorted(first) == sorted(keys)
+    assert second == []
+    storage.set_removal_listener(None)
+    storage.set_removal_listener(second.extend)
+    storage.batch_set(keys, pool.slots(range(2)))
+    storage.clear()
+    assert (len(first), sorted(second)) == (2, sorted(keys))
+
+
 def test_a_damaged_page_is_told_once(tmp_path, fingerprint, fake_pool, new_keys):
     with_files = FileStorage(tmp_path, fingerprint=fingerprint)
     pool, keys = fake_pool(), new_keys(4)

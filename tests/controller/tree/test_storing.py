@@ -215,6 +215,57 @@ def test_storage_that_comes_back_is_listened_to_and_gets_what_left_it_meanwhile(
     model.empty()
 
 
+def test_second_tree_is_refused_a_storage_that_tells_the_first_and_changes_nothing(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    model = make_model(storage=MemoryStorage(), device_pages=4, host_pages=4)
+    first = model.cache
+
+    def another() -> Any:
+        return type(first)(model.controller, model.allocators["kv"], page_size=2)
+
+    with pytest.raises(RuntimeError, match=r"set_removal_listener\(None\) must come first"):
+        another()
+    model.serve((1, 2, 3, 4))
+    model.cache.drain()
+    mine = model.group.alloc(2 * 2)
+    assert mine is not None, "the pool still evicts through the first tree"
+    model.group.free(mine)
+    model.storage.clear()
+    assert sorted(model.cache._presence.take_removed()) == sorted(keys_of((1, 2, 3, 4)))
+    model.empty()
+    model.storage.set_removal_listener(None)
+    model.cache = another()
+    model.serve((5, 6))
+    model.cache.drain()
+    first.poll()
+    model.storage.clear()
+    assert not first._presence.take_removed()
+    assert sorted(model.cache._presence.take_removed()) == sorted(keys_of((5, 6)))
+    model.empty()
+
+
+def test_storage_that_tells_somebody_else_is_not_attached_under_a_tree(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model()
+    model.serve((1, 2))
+    model.cache.drain()
+    storage, told = MemoryStorage(), list[bytes]()
+    storage.set_removal_listener(told.extend)
+    with pytest.raises(RuntimeError, match=r"set_removal_listener\(None\) must come first"):
+        model.controller.attach_storage_backend(storage)
+    assert not model.controller.has_storage
+    assert not storage._pools
+    storage._note_removed(keys_of((1,)))
+    storage._tell_removed()
+    assert told == keys_of((1,)), "its listener stays"
+    storage.set_removal_listener(None)
+    model.storage = storage
+    model.controller.attach_storage_backend(storage)
+    model.cache.drain()
+    assert stored(model, keys_of((1, 2)), "kv") == [2]
+    model.empty()
+
+
 def test_storage_that_refuses_a_pool_is_not_listened_to(make_model: MakeModel, keys_of: KeysOf) -> None:
     class Refuses(MemoryStorage):
         def register_mem_pool_host(self, pool: Any, name: str = "kv") -> None:

@@ -145,9 +145,18 @@ class HiCacheStorage(ABC):
         Parameters
         ----------
         callback
-            Called with the keys, in place of the one before; None for nobody. What it raises is logged and goes no
-            further.
+            Called with the keys; None for nobody. What it raises is logged and goes no further.
+
+        Raises
+        ------
+        RuntimeError
+            Where another one is told already; None must come before a second.
         """
+        if callback is not None and self._removal_listener not in (None, callback):
+            raise RuntimeError(
+                f"callback is {callback!r}, but removals are told to {self._removal_listener!r}; "
+                "set_removal_listener(None) must come first"
+            )
         self._removal_listener = callback
         if callback is None:
             self._removed_keys.clear()

@@ -47,6 +47,7 @@ class TreeBackups(TreeEviction):
         self._to_store: deque[TreeNode] = deque()
         self._look_through_at = _FEW
         self.controller.storage.follow_removals(self._presence.note_removed)
+        self._serve_pools()
 
     # One node
 

@@ -29,6 +29,9 @@ class TreeEviction(TreeStructure, ABC):
         self._timed: list[tuple[float, int, Match]] = []
         self._pinned: set[Match] = set()
         self._reclaim = Reclaim()
+
+    def _serve_pools(self) -> None:
+        """Let the pools evict through this tree, from the end of its making on."""
         self._reclaim.serve(
             self.controller.host_group.anchor_entry,
             evict_host=lambda count: self.evict_host(count),
