@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,12 @@ pytest.importorskip("transformers")
 from transformers import GenerationConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
+from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.integrations.transformers import HiCache, UnsupportedError, _requirements
+from hicache_controller.integrations.transformers import cache as cache_module
+from hicache_controller.integrations.transformers.identity import model_fingerprint
+from hicache_controller.storage import Fingerprint
+from hicache_controller.storage.file import FileStorage
 
 
 def _families() -> ModuleType:
@@ -320,3 +326,47 @@ def test_memory_that_a_transfer_still_uses_is_not_given_back(monkeypatch: pytest
             cache.close()
     assert tiers.group.anchor_entry.host_pool.page_memory(0)
     tiers.close()
+
+
+class Closes(FileStorage):
+    """A storage that counts how often it is closed."""
+
+    closes = 0
+
+    def close(self) -> None:
+        """Close it."""
+        self.closes += 1
+        super().close()
+
+
+class TestWhatFailsGivesEverythingBack:
+    """An error on the way in or out leaves no storage open, no thread running and no memory taken."""
+
+    @pytest.mark.parametrize("step", ["attach", "mark"])
+    def test_a_storage_of_the_caller_stays_open_and_any_other_is_closed(
+        self, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError("injected")
+
+        if step == "attach":
+            monkeypatch.setattr(HybridCacheController, "attach_storage_backend", fail)
+        else:
+            monkeypatch.setattr(cache_module, "weights_mark", fail)
+        model = fam.make_model("llama", seed=1)
+        opened: list[Closes] = []
+
+        def open_storage(fingerprint: Fingerprint) -> Closes:
+            opened.append(Closes(tmp_path, fingerprint=fingerprint))
+            return opened[-1]
+
+        threads = set(threading.enumerate())
+        with pytest.raises(OSError, match="injected"):
+            fam.open_cache(model, storage=open_storage)
+        assert [each.closes for each in opened] == [1]
+        fingerprint = model_fingerprint(model, "tiny", revision=None, page_size=fam.PAGE)
+        with contextlib.closing(open_storage(fingerprint)) as mine:
+            with pytest.raises(OSError, match="injected"):
+                fam.open_cache(model, storage=mine)
+            assert mine.closes == 0
+        assert set(threading.enumerate()) <= threads

@@ -170,23 +170,27 @@ class HiCache:
             if on_unsupported == "error":
                 raise
             return cls(model, None, on_unsupported=on_unsupported, unsupported=str(error))
+        backend, fingerprint = None, None
         try:
-            backend, fingerprint = None, None
             if storage is not None:
                 fingerprint = model_fingerprint(model, model_id, revision=revision, page_size=page_size)
                 backend = _open_storage(storage, fingerprint)
                 tiers.controller.attach_storage_backend(backend)
+            return cls(
+                model,
+                tiers,
+                storage=backend,
+                owns_storage=backend is not None and backend is not storage,
+                fingerprint=fingerprint,
+                on_unsupported=on_unsupported,
+            )
         except BaseException:
-            tiers.close()
+            try:
+                tiers.close()
+            finally:
+                if backend is not None and backend is not storage:
+                    backend.close()
             raise
-        return cls(
-            model,
-            tiers,
-            storage=backend,
-            owns_storage=backend is not None and backend is not storage,
-            fingerprint=fingerprint,
-            on_unsupported=on_unsupported,
-        )
 
     @property
     def tiers(self) -> Tiers:
