@@ -23,6 +23,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.integrations.transformers import HiCache, UnsupportedError, _requirements
 from hicache_controller.integrations.transformers import cache as cache_module
+from hicache_controller.integrations.transformers import tiers as tiers_module
 from hicache_controller.integrations.transformers.identity import model_fingerprint
 from hicache_controller.storage import Fingerprint
 from hicache_controller.storage.file import FileStorage
@@ -370,3 +371,48 @@ class TestWhatFailsGivesEverythingBack:
                 fam.open_cache(model, storage=mine)
             assert mine.closes == 0
         assert set(threading.enumerate()) <= threads
+
+    @pytest.mark.parametrize("step", ["drain", "detach"])
+    def test_closing_goes_on_behind_a_step_that_raises(
+        self, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened: list[Closes] = []
+
+        def open_storage(fingerprint: Fingerprint) -> Closes:
+            opened.append(Closes(tmp_path, fingerprint=fingerprint))
+            return opened[-1]
+
+        def fail() -> None:
+            raise OSError("injected")
+
+        threads = set(threading.enumerate())
+        cache = fam.open_cache(fam.make_model("llama", seed=1), storage=open_storage)
+        owner, name = {
+            "drain": (cache.tiers.tree, "drain"),
+            "detach": (cache.tiers.controller, "detach_storage_backend"),
+        }[step]
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(OSError, match="injected"):
+            cache.close()
+        cache.close()
+        assert set(threading.enumerate()) <= threads
+        assert [each.closes for each in opened] == [1]
+        with pytest.raises(RuntimeError, match="destroyed"):
+            cache.tiers.group.anchor_entry.host_pool.page_memory(0)
+
+    def test_tiers_whose_tree_cannot_be_made_leave_no_thread_and_no_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: list[HybridCacheController] = []
+
+        def fail(controller: HybridCacheController, *_: Any, **__: Any) -> None:
+            given.append(controller)
+            raise OSError("injected")
+
+        threads = set(threading.enumerate())
+        monkeypatch.setattr(tiers_module, "UnifiedRadixCache", fail)
+        with pytest.raises(OSError, match="injected"):
+            fam.open_cache(fam.make_model("llama", seed=1))
+        assert set(threading.enumerate()) <= threads
+        with pytest.raises(RuntimeError, match="destroyed"):
+            given[0].host_group.anchor_entry.host_pool.page_memory(0)

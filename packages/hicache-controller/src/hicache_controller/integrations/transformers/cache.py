@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -319,18 +319,22 @@ class HiCache:
             logger.warning(message)
 
     def close(self) -> None:
-        """Finish writing, stop the threads, and give the memory back; a second call does nothing."""
+        """Finish writing, stop the threads, and give the memory back; a second call does nothing.
+
+        Every step is taken whatever the ones before it raise; the last error is raised at the end.
+        """
         if self._closed:
             return
         self._closed = True
         if self._tiers is None:
             return
-        self.tiers.tree.drain()
-        if self.tiers.controller.has_storage:
-            self.tiers.controller.detach_storage_backend()
-        self.tiers.close()
-        if self._owns_storage and self.storage is not None:
-            self.storage.close()
+        with ExitStack() as steps:  # The last one first.
+            if self._owns_storage and self.storage is not None:
+                steps.callback(self.storage.close)
+            steps.callback(self._tiers.close)
+            if self._tiers.controller.has_storage:
+                steps.callback(self._tiers.controller.detach_storage_backend)
+            steps.callback(self._tiers.tree.drain)
 
     def __enter__(self) -> HiCache:
         """Return the cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -187,7 +188,8 @@ def build_tiers(
         pools[PoolName.MAMBA] = PoolSpec(states_pool, layers=layout.recurrent, pages=host.states)
     pin = layout.device.type != "cpu"
     group = build_host_pool_group(pools, page_size=page_size, layout=host_layout, pin_memory=pin)
-    try:
+    with ExitStack() as undo:
+        undo.callback(group.destroy)
         if kv_pool is None:
             anchor = NullPoolHost(host.kv, page_size, host_layout)
             entry = PoolEntry(PoolName.KV, anchor, None, lambda _: None, is_primary_index_anchor=True)
@@ -197,15 +199,14 @@ def build_tiers(
         controller = HybridCacheController(
             group, sidecars=sidecars, storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
         )
+        undo.callback(controller.shutdown)
         components = []
         if sliding_pool is not None:
             components.append(WindowComponent(PoolName.SWA, window_pages))
         if states_pool is not None:
             components.append(WindowComponent.recurrent_state())
         tree = UnifiedRadixCache(controller, pages, page_size=page_size, components=components)
-    except BaseException:
-        group.destroy()
-        raise
+        undo.pop_all()
     return Tiers(
         layout, page_size, window_tokens, kv_pool, index_pool, sliding_pool, states_pool, group, controller, tree
     )
