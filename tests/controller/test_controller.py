@@ -688,3 +688,54 @@ def test_what_overwrites_the_slots_of_a_failed_transfer_is_not_its_reader(make_s
     operation.host_ready.synchronize()
     assert operation.error is None
     assert stack.controller.poll_writes(wait=True)[0].error is not None
+
+
+# Index tensors of the caller
+
+
+def test_index_tensors_are_the_callers_again_at_once(make_stack):
+    stack = make_stack(storage=True)
+    controller, other = stack.controller, stack.alloc(2)
+    stack.compute(other)
+    device = stack.alloc(2)
+    rows, asked = stack.compute(device), device.clone()
+    gate = stack.host_pool.write_gate
+    gate.close()
+    host = controller.write(asked, node_id=1)
+    wanted = host.clone()
+    keys = stack.keys(2)
+    controller.start_writing()
+    gate.wait_entered()
+    asked.copy_(other)
+    stored = host.clone()
+    controller.backup(stored, keys, node_id=2)
+    for tensor in (host, stored):
+        tensor.zero_()
+    gate.open()
+    assert controller.poll_writes(wait=True)[0].error is None
+    assert controller.poll_backups(wait=True)[0].error is None
+    assert stack.same(stack.loaded(wanted), rows)
+
+    (gate, *_) = stack.host_pool.load_gates
+    gate.close()
+    asked = wanted.clone()
+    target = controller.load(asked, node_id=3)
+    loaded = target.clone()
+    controller.start_loading()
+    gate.wait_entered()
+    asked.zero_()
+    target.zero_()
+    gate.open()
+    assert controller.poll_loads(wait=True)[0].error is None
+    assert stack.same(stack.rows(loaded), rows)
+
+    fetched = stack.host_pool.alloc(8)
+    asked = fetched.clone()
+    stack.storage.get_gate.close()
+    operation = controller.prefetch(asked, keys, request_id="a")
+    stack.storage.get_gate.wait_entered()
+    asked.zero_()
+    stack.storage.get_gate.open()
+    operation.host_ready.synchronize()
+    assert operation.completed_pages == 2
+    assert stack.same(stack.loaded(fetched), rows)

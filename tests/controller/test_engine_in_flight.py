@@ -287,3 +287,12 @@ def test_who_sees_that_a_transfer_is_over_finds_it_timed_and_counted(make_stack,
     if not fails:
         assert {count for _, count in seen[-2:]} == {seen[-1][1]}
         assert seen[-1][1] > before
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pages_stay_what_they_were_when_the_index_tensor_changes(page_size, dtype):
+    slots = torch.arange(8, 16, dtype=dtype)
+    pages = page_granules(slots, page_size)
+    slots += 8
+    assert pages.tolist() == list(range(8 // page_size, 16 // page_size))

@@ -423,3 +423,25 @@ def test_an_anchor_without_bytes_takes_the_device_of_the_pools_beside_it():
     window = PoolEntry("swa", NullPoolHost(PAGES, PAGE), OnGpu(), lambda _: None)
     with pytest.raises(ValueError, match="synchronous is True with pools on cuda"):
         HybridCacheController(HostPoolGroup([anchor, window]), synchronous=True)
+
+
+def test_indices_of_pool_transfers_are_the_callers_again_at_once(make_hybrid):
+    stack = make_hybrid()
+    slots, states = stack.allocators["kv"].alloc(3 * PAGE), stack.allocators["mamba"].alloc(2)
+    rows = stack.compute(slots, states)
+    asked = states.clone()
+    transfer = PoolTransfer("mamba", device_indices=asked)
+    host = stack.controller.write(slots, node_id=1, pool_transfers=[transfer])
+    asked.copy_(asked.flip(0))
+    stack.controller.start_writing()
+    assert stack.controller.poll_writes(wait=True)[0].error is None
+
+    assert same(stack.loaded(host, transfer.host_indices.clone()), rows)
+
+    asked = transfer.host_indices.clone()
+    other = PoolTransfer("mamba", host_indices=asked)
+    target = stack.controller.load(host, node_id=2, pool_transfers=[other])
+    asked.copy_(asked.flip(0))
+    stack.controller.start_loading()
+    assert stack.controller.poll_loads(wait=True)[0].error is None
+    assert same(stack.rows(target, other.device_indices), rows)

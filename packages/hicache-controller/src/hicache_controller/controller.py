@@ -18,7 +18,7 @@ from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
 from .host_slots import HostSlots
 from .in_flight import Access, InFlight, Place, Side, Use, page_granules
-from .indices import check_indices, device_slot_count
+from .indices import check_indices, device_slot_count, own_indices
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
 from .metrics import Metrics
@@ -180,8 +180,9 @@ class HiCacheController:
         Parameters
         ----------
         device_indices
-            Integer slot indices ``[n]``, whole pages in order. On CPU they are checked and tracked slot by slot; on a
-            device that would mean to wait for it, so transfers of all slots are then assumed to meet.
+            Integer slot indices ``[n]``, whole pages in order. On CPU they are checked and tracked slot by slot, and
+            copied: the tensor is the caller's again at once. On a device that would mean to wait for it, so transfers
+            of all slots are then assumed to meet, and the tensor must stay as it is until the ack.
         node_id
             Comes back in the ack.
         ready_event
@@ -238,7 +239,7 @@ class HiCacheController:
         Parameters
         ----------
         host_indices
-            Integer slot indices ``[n]`` on CPU, whole pages in order.
+            Integer slot indices ``[n]`` on CPU, whole pages in order; copied, the tensor is the caller's again at once.
         node_id
             Comes back in the ack.
         ready_event
@@ -248,7 +249,8 @@ class HiCacheController:
         Returns
         -------
         torch.Tensor or None
-            The device slots, in flight until the ack; None where the device has no room.
+            The device slots, in flight until the ack; None where the device has no room. A tensor on a device must
+            stay as it is until then.
 
         Raises
         ------
@@ -522,6 +524,7 @@ class HiCacheController:
         # Further pools can move without the anchor, whose indices are then empty.
         if device_indices.numel() or not pool_transfers:
             check_indices("device_indices", device_indices, self.page_size, device_slot_count(anchor))
+        device_indices = own_indices(device_indices)
         with self._lock:
             self._device_slots.check_not_loading(anchor, device_indices)
             host_indices = self._host_slots.alloc(device_indices.numel()) if device_indices.numel() else device_indices
@@ -545,7 +548,7 @@ class HiCacheController:
                 operation,
                 self._uses(operation, device=Access.READ, host=Access.WRITE),
             )
-            return host_indices
+            return own_indices(host_indices)
 
     def _load(
         self,
@@ -558,6 +561,7 @@ class HiCacheController:
         anchor_moves = host_indices.numel() > 0 or not pool_transfers
         if anchor_moves:
             self._host_slots.check(self.host_group.anchor_entry, host_indices)
+        host_indices = own_indices(host_indices)
         with self._lock:
             device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
             if device_indices is None:
@@ -579,7 +583,7 @@ class HiCacheController:
                 operation,
                 self._uses(operation, device=Access.WRITE, host=Access.READ),
             )
-            return device_indices
+            return own_indices(device_indices)
 
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
@@ -657,6 +661,7 @@ class HiCacheController:
         """Check what moves between host and storage, and say it as the storage threads and the books need it."""
         anchor = self.host_group.anchor_entry
         self._host_slots.check(anchor, host_indices, len(keys))
+        host_indices = own_indices(host_indices)
         parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
         uses = [Use(Place(str(anchor.name), Side.HOST), access, page_granules(host_indices, self.page_size))]
         return parts, uses

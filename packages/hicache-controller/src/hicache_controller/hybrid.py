@@ -14,7 +14,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 from .controller import HiCacheController
 from .events import Event
 from .in_flight import Access, Place, Side, Use, page_granules
-from .indices import check_indices, device_slot_count
+from .indices import check_indices, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
 from .storage_worker import PrefetchOperation, StoragePart
@@ -98,7 +98,9 @@ class HybridCacheController(HiCacheController):
             As in :meth:`HiCacheController.write`; empty where only further pools move.
         pool_transfers
             One a further pool, with its device indices or the pool it derives them from. Their host indices are filled
-            in; they are the caller's with an ack without error, and None again where the operation fails.
+            in; they are the caller's with an ack without error, and None again where the operation fails. Indices on
+            CPU become copies, so the tensors they came in are the caller's again at once; others stay as in
+            ``device_indices``.
 
         Returns
         -------
@@ -123,6 +125,7 @@ class HybridCacheController(HiCacheController):
                     device_slot_count(entry),
                 )
                 self._device_slots.check_not_loading(entry, transfer.device_indices)
+        _own_indices_of(transfers)
         return self._write(device_indices, node_id, ready_event, transfers)
 
     def load(
@@ -142,6 +145,7 @@ class HybridCacheController(HiCacheController):
         for transfer in transfers:
             if transfer.host_indices is not None:
                 self._host_slots.check(self.host_group.get_entry(transfer.name), transfer.host_indices)
+        _own_indices_of(transfers)
         return self._load(host_indices, node_id, ready_event, transfers)
 
     def storage_exists(self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()) -> int:
@@ -232,7 +236,7 @@ class HybridCacheController(HiCacheController):
             slots, names, policy = transfer.host_indices, transfer.keys, transfer.hit_policy
             source = by_name.get(str(transfer.indices_from_pool))
             if transfer.indices_from_pool == anchor:
-                slots, names = host_indices, keys if names is None else names
+                slots, names = parts[0].host_indices, keys if names is None else names
             elif source is not None:
                 slots, names, policy = source.host_indices, source.keys, source.hit_policy
             if slots is None or names is None:
@@ -247,6 +251,7 @@ class HybridCacheController(HiCacheController):
             self._host_slots.check(self.host_group.get_entry(transfer.name), slots, len(names))
             stored = [name if isinstance(name, bytes) else name.encode() for name in names]
             name = str(transfer.name)
+            slots = own_indices(slots)
             parts.append(StoragePart(name, stored, slots, parts[0].parents if whole else None, policy))
             page_size = int(self.host_group.get_pool(name).page_size)
             uses.append(Use(Place(name, Side.HOST), access, page_granules(slots, page_size)))
@@ -319,3 +324,11 @@ class HybridCacheController(HiCacheController):
                 transfer.device_indices, transfer.device_from_group = None, False
                 if transfer.indices_from_pool is None:
                     self.host_group.free_device(indices, transfer.name)
+
+
+def _own_indices_of(transfers: Sequence[PoolTransfer]) -> None:
+    for transfer in transfers:
+        if transfer.host_indices is not None:
+            transfer.host_indices = own_indices(transfer.host_indices)
+        if transfer.device_indices is not None:
+            transfer.device_indices = own_indices(transfer.device_indices)

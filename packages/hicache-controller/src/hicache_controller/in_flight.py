@@ -65,7 +65,8 @@ def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
     """
     if indices.device.type != "cpu":
         return None
-    slots = indices.numpy().astype(np.int64, copy=False)
+    # With one slot a page the slots are the pages: a copy, as the books keep them and the tensor is the caller's.
+    slots = indices.numpy().astype(np.int64, copy=page_size == 1)
     if page_size == 1:
         return slots
     whole, rest = divmod(len(slots), page_size)

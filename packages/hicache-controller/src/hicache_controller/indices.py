@@ -13,6 +13,16 @@ def device_slot_count(entry: PoolEntry) -> int | None:
     return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
 
 
+def own_indices(indices: torch.Tensor) -> torch.Tensor:
+    """Copy indices that are on the CPU, so that the caller may use its tensor again at once.
+
+    Those on a device are returned as they are: a copy would be ordered behind the caller's current stream, and a
+    transfer behind the caller's event alone.
+    """
+    # numpy, for the same reason as below.
+    return torch.from_numpy(indices.numpy().copy()) if indices.device.type == "cpu" else indices
+
+
 def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int | None) -> None:
     """Raise ValueError unless these are whole pages in range, as far as can be told without waiting for a device."""
     if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
