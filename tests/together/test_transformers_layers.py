@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,9 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from hicache_controller.integrations.transformers import UnsupportedError
 from hicache_controller.integrations.transformers.identity import weights_hash
-from hicache_controller.integrations.transformers.layers import FullLayer, WindowLayer
+from hicache_controller.integrations.transformers.layers import LAYER_OF, FullLayer, StaticFullLayer, WindowLayer
 from hicache_controller.integrations.transformers.rows import PageRows, copy_rows
 
 
@@ -65,6 +68,15 @@ def test_any_changed_value_changes_the_hash(dtype: torch.dtype) -> None:
         values[place] = 1 - values[place].to(torch.int64)  # small equal steps, which weak sums let cancel
         seen.add(weights_hash(module))
     assert len(seen) == 38
+
+
+@pytest.mark.parametrize("kind", [*LAYER_OF.values(), StaticFullLayer], ids=lambda kind: kind.__name__)
+def test_no_layer_lets_sequences_move_within_the_batch(kind: type) -> None:
+    options = {"sliding_window": 4} if "Window" in kind.__name__ else {}
+    layer: Any = kind(**options, **{"max_cache_len": 8} if kind is StaticFullLayer else {})
+    for refused in (layer.reorder_cache, layer.batch_repeat_interleave, layer.batch_select_indices):
+        with pytest.raises(UnsupportedError, match="without beams"):
+            refused(torch.tensor([0]))
 
 
 class TestLayersAgainstTransformersOwn:

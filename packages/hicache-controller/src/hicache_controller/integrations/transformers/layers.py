@@ -27,7 +27,28 @@ WINDOW_SLACK = 256
 """Tokens a sliding window's buffer takes before it is shifted."""
 
 
-class FullAttention(KeysAndValues):
+class FixedBatch:
+    """Refuses what moves sequences within the batch of a session, or changes how many there are."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse: beams mix the sequences of the batch."""
+        self._refuse()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: the batch of a session is fixed."""
+        self._refuse()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refuse: the batch of a session is fixed."""
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise UnsupportedError(
+            "beam search reorders the sequences of the batch, which a session does not support; generate without beams"
+        )
+
+
+class FullAttention(KeysAndValues, FixedBatch):
     """Keys and values of all tokens, in buffers with room to grow: a new token is written, and nothing else is copied.
 
     ``keys`` and ``values`` are views of the first tokens of ``_buffers``, as long as nobody else has replaced them.
@@ -103,18 +124,6 @@ class FullAttention(KeysAndValues):
         self.fill()
         super().crop(tokens_to_remove)  # type: ignore[misc]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse: beams mix the sequences of the batch."""
-        refuse_beams()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: the batch of a session is fixed."""
-        refuse_beams()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refuse: the batch of a session is fixed."""
-        refuse_beams()
-
     def reset(self) -> None:
         """Forget everything."""
         self.fill_with(None)
@@ -185,7 +194,7 @@ class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyp
         self.is_indexer_initialized = False
 
 
-class WindowAttention(KeysAndValues):
+class WindowAttention(KeysAndValues, FixedBatch):
     """Keys and values of a window's tokens, and of some before it.
 
     transformers keeps ``sliding_window - 1`` tokens; here ``retained`` are kept, which is more, so that the window
@@ -291,18 +300,6 @@ class WindowAttention(KeysAndValues):
             "assisted decoding with a sliding window is not supported; generate without an assistant"
         )
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse: beams mix the sequences of the batch."""
-        refuse_beams()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: the batch of a session is fixed."""
-        refuse_beams()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refuse: the batch of a session is fixed."""
-        refuse_beams()
-
     def reset(self) -> None:
         """Forget everything."""
         self.fill_with(None)
@@ -318,7 +315,7 @@ class WindowLayer(WindowAttention, DynamicSlidingWindowLayer):  # type: ignore[n
 States = dict[int, torch.Tensor | None]
 
 
-class RecurrentStates(FilledOnTouch):
+class RecurrentStates(FilledOnTouch, FixedBatch):
     """Convolution and recurrent states, filled when the model first asks for one."""
 
     is_conv_states_initialized: dict[int, bool]
@@ -376,10 +373,6 @@ class RecurrentStates(FilledOnTouch):
         found = (*self.conv_states.values(), *self.recurrent_states.values())
         return [state for state in found if state is not None]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse: beams mix the sequences of the batch."""
-        refuse_beams()
-
 
 class RecurrentLayer(RecurrentStates, LinearAttentionLayer):
     """Linear attention, or a convolution, alone."""
@@ -413,7 +406,7 @@ class HybridWindowLayer(  # type: ignore[no-untyped-call, override]
         WindowAttention.reset(self)
 
 
-class StaticFullLayer(KeysAndValues, StaticLayer):  # type: ignore[no-untyped-call]
+class StaticFullLayer(KeysAndValues, FixedBatch, StaticLayer):  # type: ignore[no-untyped-call]
     """Full attention in a buffer of one size, for ``torch.compile``."""
 
     def begin(self, shape: AttentionShape, batch: int, tokens: int, device: torch.device, fill: Fill) -> None:
@@ -438,10 +431,6 @@ class StaticFullLayer(KeysAndValues, StaticLayer):  # type: ignore[no-untyped-ca
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         return keys, values
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Refuse: beams mix the sequences of the batch."""
-        refuse_beams()
-
 
 LAYER_OF: dict[type, type] = {
     DynamicLayer: FullLayer,
@@ -463,13 +452,6 @@ def check_states(states: torch.Tensor, kept: torch.Tensor | None) -> None:
         )
     if states.requires_grad:
         raise UnsupportedError("the forward pass records gradients; run it under torch.no_grad() or inference_mode()")
-
-
-def refuse_beams() -> None:
-    """Raise for what moves sequences within the batch."""
-    raise UnsupportedError(
-        "beam search reorders the sequences of the batch, which a session does not support; generate without beams"
-    )
 
 
 def _empty(shape: RowShape, batch: int, tokens: int, device: torch.device) -> torch.Tensor:
