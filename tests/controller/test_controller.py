@@ -1,5 +1,6 @@
 """Writes, loads, acks, cancels and errors of the controller."""
 
+import logging
 import threading
 
 import pytest
@@ -739,3 +740,58 @@ def test_index_tensors_are_the_callers_again_at_once(make_stack):
     operation.host_ready.synchronize()
     assert operation.completed_pages == 2
     assert stack.same(stack.loaded(fetched), rows)
+
+
+# What is logged
+
+
+def test_the_first_failure_of_each_direction_and_kind_is_a_warning(make_stack, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="hicache_controller.failure_log")
+    stack = make_stack()
+    host, _ = stack.written(1)
+    device = stack.alloc(1)
+
+    def write():
+        stack.controller.write(device, node_id=1)
+        stack.controller.start_writing()
+        assert stack.controller.poll_writes(wait=True)[0].error is not None
+
+    def load():
+        stack.controller.load(host, node_id=2)
+        stack.controller.start_loading()
+        assert stack.controller.poll_loads(wait=True)[0].error is not None
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no room for a pointer table")
+
+    stack.host_pool.write_gate.failures = stack.host_pool.load_gates[0].failures = 3
+    for _ in range(3):
+        write()
+        load()
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
+        write()
+        write()
+    told = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
+    injected = [f"a {direction} failed with InjectedError('injected')" for direction in ("write-back", "load")]
+    assert told == [
+        *(("WARNING", message) for message in injected),
+        *(("DEBUG", message) for message in injected * 2),
+        ("WARNING", "a write-back failed with MemoryError('no room for a pointer table')"),
+        ("DEBUG", "a write-back failed with MemoryError('no room for a pointer table')"),
+    ]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_cancelled_transfers_are_no_failures_to_log(make_stack, caplog):
+    stack = make_stack()
+    gate = stack.host_pool.write_gate
+    gate.close()
+    for node in (1, 2):
+        stack.controller.write(stack.alloc(1), node_id=node)
+        stack.controller.start_writing()
+    gate.wait_entered()
+    assert stack.controller.cancel_write(2)
+    gate.open()
+    stack.controller.engine.drain()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

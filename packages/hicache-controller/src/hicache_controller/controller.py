@@ -26,7 +26,7 @@ from .operation_queue import OperationQueue, StartedOperation
 from .operations import Ack, CacheOperation, StorageAck
 from .storage_link import StorageLink, StorageSettings
 from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
-from .transfer_engine import Guards, L2Transfer, L2TransferEngine, TransferHandle, source_error
+from .transfer_engine import Direction, Guards, L2Transfer, L2TransferEngine, TransferHandle, source_error
 
 
 class HiCacheController:
@@ -113,8 +113,21 @@ class HiCacheController:
             synchronous=synchronous,
         )
         self._lock = threading.RLock()
-        self._writes = OperationQueue(self._submit_write, self._give_back_write, self._finished, self.agreement)
-        self._loads = OperationQueue(self._submit_load, self._give_back_load, self._finished, self.agreement)
+        failures = self.engine.failures
+        self._writes = OperationQueue(
+            self._submit_write,
+            self._give_back_write,
+            self._finished,
+            self.agreement,
+            lambda error: failures.note(Direction.DEVICE_TO_HOST.words, error),
+        )
+        self._loads = OperationQueue(
+            self._submit_load,
+            self._give_back_load,
+            self._finished,
+            self.agreement,
+            lambda error: failures.note(Direction.HOST_TO_DEVICE.words, error),
+        )
         self._device_slots = DeviceSlots(self.engine, self._writes, self._loads, self.start_writing)
         self._closed = False
         self.metrics.gauge("write_queue_operations", lambda: len(self._writes))

@@ -83,6 +83,8 @@ class OperationQueue:
         more.
     agreement
         Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one.
+    log_failure
+        Logs why an operation could not be submitted; one that fails later logs that itself.
 
     Invariant: an operation is in ``waiting_uses`` exactly while it is in ``waiting``.
     """
@@ -93,11 +95,13 @@ class OperationQueue:
         give_back: Callable[[CacheOperation], None],
         finished: Callable[[StartedOperation, BaseException | None], None],
         agreement: Agreement,
+        log_failure: Callable[[BaseException], None],
     ) -> None:
         self._submit = submit
         self._give_back = give_back
         self._finished = finished
         self._agreement = agreement
+        self._log_failure = log_failure
         self.waiting: list[CacheOperation] = []
         self.waiting_uses: InFlight[CacheOperation] = InFlight()
         self.started: deque[StartedOperation] = deque()
@@ -126,7 +130,7 @@ class OperationQueue:
             started.handle = self._submit(operation)
         except BaseException as error:
             started.submit_error = error
-            logger.debug("submitting operation=%d nodes=%s failed", operation.id, operation.node_ids, exc_info=True)
+            self._log_failure(error)
             if not isinstance(error, Exception):
                 raise
         logger.debug(

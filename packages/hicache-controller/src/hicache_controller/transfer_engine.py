@@ -16,6 +16,7 @@ from hicache_kernels import TransferResult
 from hicache_pools.device_pools.base import DevicePool
 
 from .events import COMPLETED, Event, Signal, wait_until_done
+from .failure_log import FailureLog
 from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
 from .lanes import Clock, Device, LanePair
 from .metrics import Metrics
@@ -54,6 +55,11 @@ class Direction(Enum):
 
     DEVICE_TO_HOST = "write_back"
     HOST_TO_DEVICE = "load"
+
+    @property
+    def words(self) -> str:
+        """As messages say it."""
+        return "load" if self is Direction.HOST_TO_DEVICE else "write-back"
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +170,7 @@ class InFlightOperation:
         sources, self._sources = self._sources, ()
         for source in sources:
             if source.error is not None:
-                raise source_error(source.direction.value.replace("_", "-"), source.error) from source.error
+                raise source_error(source.direction.words, source.error) from source.error
 
     @property
     def done(self) -> bool:
@@ -196,6 +202,7 @@ class TransferHandle(InFlightOperation):
         device: Device,
         metrics: Metrics,
         guards: Guards,
+        failures: FailureLog,
         sources: Sequence[TransferHandle] = (),
     ) -> None:
         super().__init__(sources)
@@ -210,6 +217,7 @@ class TransferHandle(InFlightOperation):
         self._pools: list[str] = []
         self._device = device
         self._metrics = metrics
+        self._failures = failures
         self._cancelled = False
         self._clock: Clock | None = None
         if direction is Direction.DEVICE_TO_HOST and not guards.overwrite_follows_read:
@@ -249,7 +257,7 @@ class TransferHandle(InFlightOperation):
                 raise
             if not isinstance(error, OperationCancelledError):
                 self._metrics.count("transfer_failures", direction=self.direction.value)
-                logger.debug("%s of %d pools failed", self.direction.value, len(self.transfers), exc_info=True)
+                self._failures.note(self.direction.words, error)
         finally:
             # Who sees that it is over finds it counted.
             try:
@@ -421,6 +429,7 @@ class L2TransferEngine:
         self.metrics = metrics if metrics is not None else Metrics()
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
+        self.failures = FailureLog()
         self._lanes = LanePair(self.device, synchronous=synchronous)
 
     def submission_event(self) -> Event | None:
@@ -561,7 +570,7 @@ class L2TransferEngine:
     ) -> TransferHandle:
         lanes = self._lanes
         device = lanes.device_to_host_device if direction is Direction.DEVICE_TO_HOST else lanes.host_to_device_device
-        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards, sources)
+        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards, self.failures, sources)
 
     def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
         lanes = self._lanes
