@@ -1,6 +1,7 @@
 """Slots in flight against a plain model, and the events and lanes under them."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from hicache_controller.events import COMPLETED, EventGroup, HostSignal, StreamSignal, wait_until_done
 from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
-from hicache_controller.lanes import CpuDevice, HostClock, InlineLane, LanePair, LaneStoppedError, ThreadLane
+from hicache_controller.lanes import (
+    CpuDevice,
+    CudaDevice,
+    HostClock,
+    InlineLane,
+    LanePair,
+    LaneStoppedError,
+    ThreadLane,
+    runs_on_cpu,
+)
 from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
@@ -296,3 +306,43 @@ def test_pages_stay_what_they_were_when_the_index_tensor_changes(page_size, dtyp
     pages = page_granules(slots, page_size)
     slots += 8
     assert pages.tolist() == list(range(8 // page_size, 16 // page_size))
+
+
+class Stream:
+    """Stand-in for a CUDA stream that counts how often it was waited for."""
+
+    def __init__(self, device):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def part(name="kv", *, staged=False, direct=True, io_backend="kernel", block_quota=None):
+    pool = SimpleNamespace(can_use_write_back_jit=staged, capabilities=lambda: SimpleNamespace(direct=direct))
+    return SimpleNamespace(name=name, host_pool=pool, io_backend=io_backend, block_quota=block_quota)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
+@pytest.mark.parametrize("block_quota", [None, 0, 2])
+def test_the_cpu_waits_for_the_stream_where_it_moves_rows_itself(monkeypatch, staged, direct, io_backend, block_quota):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    forbidden = io_backend == "direct" or block_quota == 0
+    on_cpu = not staged and (forbidden or not direct)
+    options = {"io_backend": io_backend, "block_quota": block_quota}
+    assert runs_on_cpu(staged=staged, direct=direct, **options) is on_cpu
+    device = CudaDevice(torch.device("cuda"))
+    device.before_transfer([part(staged=True), part(staged=staged, direct=direct, **options), part()])
+    assert device.stream.waits == int(on_cpu)
+
+
+def test_a_pool_whose_direct_path_is_forbidden_is_named_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    told = set()
+    devices = [CudaDevice(torch.device("cuda"), told) for _ in range(2)]
+    for device in devices * 2:
+        device.before_transfer([part("kv", block_quota=0), part("swa", io_backend="direct"), part("no", direct=False)])
+    assert [record.args for record in caplog.records] == [("kv", "kernel", 0), ("swa", "direct", None)]
+    assert [device.stream.waits for device in devices] == [2, 2]

@@ -40,6 +40,35 @@ class Job(Protocol):
         ...
 
 
+class TransferPart(Protocol):
+    """What a device asks about one pool's part of a transfer."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def host_pool(self) -> Any: ...  # noqa: D102
+
+    @property
+    def io_backend(self) -> str: ...  # noqa: D102
+
+    @property
+    def block_quota(self) -> int | None: ...  # noqa: D102
+
+
+def runs_on_cpu(*, staged: bool, direct: bool, io_backend: str, block_quota: int | None) -> bool:
+    """Tell whether a pool of a device moves its rows in plain torch, by which the CPU touches host memory itself.
+
+    Parameters
+    ----------
+    staged, direct
+        Which compiled paths the pool has.
+    io_backend, block_quota
+        As the transfer hands them to the pool: ``"direct"`` and 0 both forbid the direct path, whose work SMs do.
+    """
+    return not staged and (not direct or block_quota == 0 or io_backend == "direct")
+
+
 class Clock(Protocol):
     """Measures one transfer on the device's own clock."""
 
@@ -120,8 +149,8 @@ class Device(Protocol):
         """Make the lane's stream current."""
         ...
 
-    def before_transfer(self, host_pools: Iterable[Any]) -> None:
-        """Let transfers of these pools that the CPU does itself follow what the current scope was ordered behind."""
+    def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
+        """Let those of a transfer's parts that the CPU does itself follow what the current scope was ordered behind."""
         ...
 
     def settle(self) -> None:
@@ -154,7 +183,7 @@ class CpuDevice:
         """Return a scope that does nothing."""
         return contextlib.nullcontext()
 
-    def before_transfer(self, host_pools: Iterable[Any]) -> None:
+    def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
         """Return at once: this thread has waited already."""
 
     def settle(self) -> None:
@@ -170,12 +199,21 @@ class InlineCpuDevice(CpuDevice):
 
 
 class CudaDevice:
-    """Transfers queued on one stream of a CUDA or ROCm device; in one call, as then the layers' copies overlap."""
+    """Transfers queued on one stream of a CUDA or ROCm device; in one call, as then the layers' copies overlap.
+
+    Parameters
+    ----------
+    device
+        The device.
+    told
+        Names of pools of which it has been said that they move in plain torch; shared by those who say it together.
+    """
 
     loads_whole_pools = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, told: set[str] | None = None) -> None:
         self.device = device
+        self._told = told if told is not None else set()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._clock_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -200,12 +238,33 @@ class CudaDevice:
         """Make the stream, and with it the device, current."""
         return torch.cuda.stream(self.stream)
 
-    def before_transfer(self, host_pools: Iterable[Any]) -> None:
-        """Synchronize the stream where a pool has no compiled path: the CPU reads host memory then, and no stream."""
-        for pool in host_pools:
-            if not pool.can_use_write_back_jit and not pool.capabilities().direct:
-                self.stream.synchronize()
-                return
+    def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
+        """Synchronize the stream where a pool moves its rows in plain torch: the CPU reads host memory then, no stream.
+
+        Said once for each pool whose direct path was forbidden; where it has none, the pool has said so itself.
+        """
+        on_cpu = False
+        for transfer in transfers:
+            pool = transfer.host_pool
+            if pool.can_use_write_back_jit:
+                continue
+            direct = pool.capabilities().direct
+            if not runs_on_cpu(
+                staged=False, direct=direct, io_backend=transfer.io_backend, block_quota=transfer.block_quota
+            ):
+                continue
+            on_cpu = True
+            if direct and transfer.name not in self._told:
+                self._told.add(transfer.name)
+                logger.warning(
+                    "transfers of pool %s run in plain torch: it has no staged path, and io_backend=%r with "
+                    "block_quota=%s forbids the direct one",
+                    transfer.name,
+                    transfer.io_backend,
+                    transfer.block_quota,
+                )
+        if on_cpu:
+            self.stream.synchronize()
 
     def settle(self) -> None:
         """Synchronize the whole device: a failed transfer may have used streams that are not known here."""
@@ -332,7 +391,8 @@ class LanePair:
         elif synchronous:
             raise ValueError(f"synchronous is True with pools on {device}; only pools on cpu complete synchronously")
         else:
-            self.device_to_host_device, self.host_to_device_device = CudaDevice(device), CudaDevice(device)
+            told: set[str] = set()
+            self.device_to_host_device, self.host_to_device_device = CudaDevice(device, told), CudaDevice(device, told)
         if synchronous:
             self.device_to_host = InlineLane(self.device_to_host_device)
             self.host_to_device = InlineLane(self.host_to_device_device)

@@ -240,7 +240,7 @@ class TransferHandle(InFlightOperation):
         ready: tuple[torch.cuda.Event, ...] | None = None
         try:
             self.check_sources()
-            self._device.before_transfer(transfer.host_pool for transfer in self.transfers)
+            self._device.before_transfer(self.transfers)
             self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
                 self._write_back()
