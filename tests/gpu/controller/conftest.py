@@ -31,12 +31,13 @@ class GpuStack:
         layout: str = "page_first",
         policy: str = "auto",
         pin: bool = True,
+        dim: int = 64,
         controller: type[HiCacheController] = HiCacheController,
         **options: Any,
     ) -> None:
         slots = device_pages * PAGE_SIZE
         self.k, self.v = (
-            [torch.randint(0, 256, (slots, 2, 64), dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
+            [torch.randint(0, 256, (slots, 2, dim), dtype=torch.uint8, device="cuda") for _ in range(LAYERS)]
             for _ in range(2)
         )
         self.device_pool = MHATokenToKVPool.from_buffers(k=self.k, v=self.v, page_size=PAGE_SIZE)
@@ -85,7 +86,8 @@ class GpuStack:
         return slots
 
     def random_rows(self, count: int) -> list[torch.Tensor]:
-        return [torch.randint(0, 256, (count, 2, 64), dtype=torch.uint8, device="cuda") for _ in range(2 * LAYERS)]
+        shape = (count, *self.k[0].shape[1:])
+        return [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(2 * LAYERS)]
 
     def put(self, slots: torch.Tensor, rows: list[torch.Tensor]) -> None:
         """Queue the writing of rows on the current stream; ``slots`` on the GPU, so that nothing waits."""

@@ -102,6 +102,28 @@ def test_load_fills_slots_only_after_earlier_compute_read_them(make_stack, guard
     assert stack.same(seen, before) is guard
 
 
+def test_load_in_plain_torch_reads_host_slots_only_after_their_write_back_landed(make_stack):
+    """A quota of 0 leaves a pool without a staged path to the CPU, which no stream orders."""
+    stack = make_stack(dim=10, load_block_quota=0)
+    assert not stack.host_pool.can_use_write_back_jit
+    assert stack.host_pool.capabilities().direct
+    device = stack.alloc(8)
+    rows = stack.random_rows(len(device))
+    stack.put(device.cuda(), rows)
+    torch.cuda.synchronize()
+    stack.spin(stack.device_to_host_stream)
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    target = stack.controller.load(host, node_id=2)
+    stack.controller.start_loading()
+    stack.controller.poll_loads(wait=True)
+    stack.controller.poll_writes(wait=True)
+    assert stack.same(stack.rows(target.cuda()), rows)
+    counted = stack.controller.metrics.snapshot()
+    assert counted.total("transfer_operations", direction="load", path="reference") > 0
+    assert counted.total("transfer_operations", direction="write_back", path="direct") > 0
+
+
 @paths
 @guarded
 def test_load_reads_host_slots_only_after_their_write_back_landed(make_stack, guard, policy):
