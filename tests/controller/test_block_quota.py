@@ -5,7 +5,7 @@ from tests.conftest import needs
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.hybrid import HybridCacheController
-from hicache_controller.transfer_engine import L2Transfer
+from hicache_controller.transfer_handle import L2Transfer
 
 
 class Recorder:

@@ -3,7 +3,7 @@
 import pytest
 
 from hicache_controller.events import HostSignal, wait_until_done
-from hicache_controller.transfer_engine import Guards
+from hicache_controller.transfer_handle import Guards
 
 guarded = pytest.mark.parametrize("guard", [True, False], ids=["guard", "no_guard"])
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.transfer_engine import Guards
+from hicache_controller.transfer_handle import Guards
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,8 @@ from .operations import Ack, CacheOperation, StorageAck
 from .radix import UnifiedRadixCache, WritePolicy
 from .storage import Fingerprint, HiCacheStorage, MemoryStorage, StorageBackendFactory
 from .storage_link import StorageSettings
-from .transfer_engine import L2Transfer, L2TransferEngine
+from .transfer_engine import L2TransferEngine
+from .transfer_handle import L2Transfer
 
 __all__ = [
     "Ack",

@@ -26,7 +26,8 @@ from .operation_queue import OperationQueue, StartedOperation
 from .operations import Ack, CacheOperation, StorageAck
 from .storage_link import StorageLink, StorageSettings
 from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
-from .transfer_engine import Direction, Guards, L2Transfer, L2TransferEngine, TransferHandle, source_error
+from .transfer_engine import L2TransferEngine
+from .transfer_handle import Direction, Guards, L2Transfer, TransferHandle, source_error
 
 
 class HiCacheController:

@@ -14,7 +14,7 @@ from hicache_pools.group import HostPoolGroup, PoolEntry
 from .in_flight import Access, Granules, Place, Side, Use, page_granules
 from .indices import check_indices
 from .metrics import Metrics
-from .transfer_engine import Guards
+from .transfer_handle import Guards
 
 
 class HostSlots:

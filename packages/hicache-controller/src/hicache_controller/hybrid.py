@@ -18,7 +18,7 @@ from .indices import check_indices, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
 from .storage_worker import PrefetchOperation, StoragePart
-from .transfer_engine import L2Transfer
+from .transfer_handle import L2Transfer
 
 
 @dataclass(frozen=True)

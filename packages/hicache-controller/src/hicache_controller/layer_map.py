@@ -10,7 +10,7 @@ import torch
 from hicache_pools.group import PoolEntry
 from hicache_pools.packed_draft import unwrap_draft_pool
 
-from .transfer_engine import L2Transfer
+from .transfer_handle import L2Transfer
 
 _MOST_LAYERS = 1 << 16
 

@@ -11,7 +11,7 @@ from .agreement import Agreement
 from .events import COMPLETED
 from .in_flight import InFlight, Use
 from .operations import Ack, CacheOperation, OperationCancelledError
-from .transfer_engine import TransferHandle
+from .transfer_handle import TransferHandle
 
 logger = logging.getLogger(__name__)
 

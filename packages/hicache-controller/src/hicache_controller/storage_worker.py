@@ -19,7 +19,7 @@ from .events import Event, HostSignal, wait_until_done
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
 from .storage.base import HiCacheStorage
-from .transfer_engine import InFlightOperation, TransferHandle
+from .transfer_handle import InFlightOperation, TransferHandle
 
 logger = logging.getLogger(__name__)
 
