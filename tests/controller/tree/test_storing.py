@@ -495,7 +495,7 @@ def test_events_mirror_a_storage_that_keeps_removing_pages(
             held = set(storage._bytes.get(pool, ()))
             # A page that leaves while it is stored again counts as removed until its next use.
             missing, wrong = held - known, known - held
-            # Removals name pages, not pools: beside a running backup a window's can be taken for its page's, which is rare.
+            # Removals name pages, not pools: beside a running backup a window's can, rarely, be taken for its page's.
             assert not wrong or (pool != "kv" and not synchronous), f"{pool} pages are told of and not there"
             assert not missing or not synchronous or pool != "kv", f"{pool} pages are there and not told of"
     assert storage.stats().evicted > 20
