@@ -65,3 +65,9 @@ class KeysAndValues(FilledOnTouch):
     def values(self, values: torch.Tensor | None) -> None:
         self.fill()
         self._values = values
+
+    def rows(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens of a sequence of the batch, each ``[heads, end - begin, dim]``."""
+        if self.keys is None or self.values is None:
+            raise RuntimeError("the layer keeps nothing yet")
+        return self.keys[row, :, begin:end], self.values[row, :, begin:end]

@@ -71,12 +71,6 @@ class FullAttention(KeysAndValues, FixedBatch):
         self._show(tokens)
         self.fill_with(fill)
 
-    def rows(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some tokens of a sequence of the batch, each ``[heads, end - begin, dim]``."""
-        if self.keys is None or self.values is None:
-            raise RuntimeError("the layer keeps nothing yet")
-        return self.keys[row, :, begin:end], self.values[row, :, begin:end]
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,12 +408,6 @@ class StaticFullLayer(KeysAndValues, FixedBatch, StaticLayer):  # type: ignore[n
         self.lazy_initialization(_empty(shape.key, batch, 0, device), _empty(shape.value, batch, 0, device))
         self.cumulative_length.fill_(tokens)
         self.fill_with(fill)
-
-    def rows(self, row: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some tokens of a sequence of the batch, each ``[heads, end - begin, dim]``."""
-        if self.keys is None or self.values is None:
-            raise RuntimeError("the layer keeps nothing yet")
-        return self.keys[row, :, begin:end], self.values[row, :, begin:end]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
