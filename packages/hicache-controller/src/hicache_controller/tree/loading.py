@@ -91,10 +91,7 @@ class TreeLoads(TreeTransfers):
 
         The match it returns replaces the one given.
         """
-        started = self.start_prefetch(match)
-        if started.operation is not None:
-            started.operation.wait()
-        return self.finish_prefetch(started)
+        return self.finish_prefetch(self.start_prefetch(match), wait=True)
 
     def start_prefetch(self, match: Match) -> Prefetching:
         """Start to bring the pages behind the match from storage to the host.
@@ -122,11 +119,16 @@ class TreeLoads(TreeTransfers):
         """Tell whether, by the controller's prefetch policy, the request may go on."""
         return started.operation is None or self.controller.prefetch_ready(started.operation)
 
-    def finish_prefetch(self, started: Prefetching) -> Match:
-        """End a prefetch as the policy says; the match it returns has what came, and replaces the one it began with."""
+    def finish_prefetch(self, started: Prefetching, *, wait: bool = False) -> Match:
+        """End a prefetch as the policy says, or with ``wait`` once everything has come.
+
+        The match it returns has what came, and replaces the one it began with.
+        """
         match, operation = started.match, started.operation
         if operation is None:
             return match
+        if wait:
+            operation.wait()
         got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
         if started.transfers and got < room:
             got = 0
