@@ -129,3 +129,30 @@ def test_random_sessions_in_small_tiers_always_give_what_computing_anew_gives(
     gpu: torch.device, family: str, tmp_path: Path
 ) -> None:
     fam.check_random_sessions(fam.make_model(family, seed=5, device=gpu), tmp_path, rounds=60)
+
+
+def test_a_load_is_queued_before_the_session_goes_on(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fam.make_model("llama", seed=1, device=gpu)
+    prompt = fam.random_tokens(PREFIX + 8, device=gpu)
+    with open_cache(model) as cache:
+        fam.keep(cache, prompt, PREFIX)
+        fam.evict(cache)
+        counter = cache.tiers.controller.layer_done_counter
+        register, check_weights = counter.register, cache.check_weights
+        loads: list[Any] = []
+        queued: list[bool] = []
+
+        def register_and_note(events: Any, error: Any) -> int:
+            loads.append(events)
+            return register(events, error)
+
+        def check_and_note() -> None:
+            queued.extend(events[0]._queued.is_set() for events in loads)
+            check_weights()
+
+        monkeypatch.setattr(counter, "register", register_and_note)
+        monkeypatch.setattr(cache, "check_weights", check_and_note)
+        with cache.session(prompt) as past:
+            assert past.hits[0].host == PREFIX
+            fam.forward(model, prompt[:, PREFIX:], past)
+        assert queued == [True]
