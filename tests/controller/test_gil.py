@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.conftest import needs
 
-from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_controller.storage import FileStorage, Fingerprint, page_reader
+from hicache_kernels.probe import load_outcome
 from hicache_pools.device_pools import MHATokenToKVPool
 from hicache_pools.host_pools import MHATokenToKVPoolHost
 
@@ -79,7 +80,13 @@ def test_compiled_copies_run_without_the_gil(pool):
         assert others.most_in_one_call(lambda: pool.load_to_device_all_layer(None, slots, slots)) > 100
 
 
-def test_file_storage_reads_and_writes_without_the_gil(pool, tmp_path):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_file_storage_reads_and_writes_without_the_gil(pool, tmp_path, monkeypatch, compiled):
+    outcome = load_outcome("files", "cpu")
+    if compiled:
+        needs(outcome.module is not None, f"no compiled module: {outcome.reason}")
+    else:
+        monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: None)
     storage = FileStorage(tmp_path, fingerprint=Fingerprint("model", "1"), threads=1)
     storage.register_mem_pool_host(pool)
     slots = torch.arange(PAGES * PAGE_SIZE)[: 16 * PAGE_SIZE]

@@ -1,5 +1,6 @@
 """Many files read in one call: every byte in its place, what is no such file told, and the GIL free meanwhile."""
 
+import ctypes
 import errno
 import os
 import random
@@ -7,7 +8,9 @@ import stat
 import subprocess
 import sys
 import threading
+import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from tests.conftest import needs
 from hicache_kernels import files
 from hicache_kernels.build import compile_module, target_archs
 from hicache_kernels.compilers import find_compiler
-from hicache_kernels.files import read_files
+from hicache_kernels.files import Checksum, read_files
 from hicache_kernels.spec import module_specs
 
 GUARD = 64
@@ -26,6 +29,20 @@ GUARD = 64
 def entry(compiled):
     """The compiled function itself."""
     return compiled("files")["read_files"]
+
+
+@pytest.fixture(scope="module")
+def adler(compiled, tmp_path_factory):
+    """Functions of a checksum whose halves are those of Adler-32, and the library that counts its states."""
+    compiled("files")
+    library = tmp_path_factory.mktemp("checksum") / "checksum.so"
+    source = Path(__file__).parent / "checksum.cc"
+    command = [find_compiler("cpu").path, "-O2", "-fPIC", "-shared", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True)
+    functions = ctypes.CDLL(str(library))
+    names = [f"checksum_{name}" for name in Checksum._fields]
+    addresses = [ctypes.cast(getattr(functions, name), ctypes.c_void_p).value for name in names]
+    return Checksum(*addresses), functions
 
 
 class Target:
@@ -64,20 +81,50 @@ def drop(path):
 
 
 @pytest.mark.usefixtures("entry")
+@pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("dropped", [False, True])
-def test_every_byte_comes_to_its_place_and_no_other_is_touched(tmp_path, dropped):
-    sizes = [0, 1, 4096, 70_001, 300_000, *(random.randrange(200_000) for _ in range(10))]
+def test_every_byte_comes_to_its_place_and_no_other_is_touched(tmp_path, dropped, threads):
+    sizes = [0, 1, 4096, 70_001, 700_000, *(random.randrange(200_000) for _ in range(10))]
     paths = [written(tmp_path / f"{i} ä", size) for i, size in enumerate(sizes)]
     # More pieces than Linux takes in a call, and a first one that is shorter than the first read.
     targets = [Target(size, random.choice([0, 1, 5, 3000])) for size in sizes]
     if dropped:
         for path in paths:
             drop(path)
-    found = read_files([str(path) for path in paths], [target.views for target in targets])
+    found = read_files([str(path) for path in paths], [target.views for target in targets], threads=threads)
     for path, size, target, file in zip(paths, sizes, targets, found, strict=True):
         assert target.memory == target.fill(path.read_bytes())
         status = path.stat()
-        assert file == (0, size, status.st_mode, os.geteuid(), size, status.st_mtime_ns)
+        assert file == (0, size, status.st_mode, os.geteuid(), size, status.st_mtime_ns, 0, 0)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("unchecked", [0, 16, 5000])
+def test_the_checksum_is_that_of_the_bytes_without_their_end(adler, tmp_path, threads, unchecked):
+    checksum, functions = adler
+    sizes = [0, 16, 17, 4096, 70_001, 256 << 10, 700_000, *(random.randrange(200_000) for _ in range(5))]
+    paths = [written(tmp_path / str(i), size) for i, size in enumerate(sizes)]
+    targets = [Target(size, random.choice([0, 1, 5, 3000])) for size in sizes]
+    found = read_files(
+        [str(path) for path in paths],
+        [target.views for target in targets],
+        threads=threads,
+        checksum=checksum,
+        unchecked=unchecked,
+    )
+    for size, target, file in zip(sizes, targets, found, strict=True):
+        assert file.high << 16 | file.low == zlib.adler32(target.bytes()[: max(0, size - unchecked)])
+    assert functions.checksum_states() == 0
+
+
+@pytest.mark.parametrize(("count", "threads", "at_once"), [(20, 1, 1), (20, 4, 4), (3, 8, 3)])
+def test_so_many_threads_read_at_once(adler, tmp_path, count, threads, at_once):
+    checksum, functions = adler
+    path, targets = str(written(tmp_path / "page", 100)), [Target(100, 0) for _ in range(count)]
+    functions.checksum_await(at_once)
+    read_files([path] * count, [target.views for target in targets], threads=threads, checksum=checksum)
+    assert functions.checksum_threads() == at_once
+    assert functions.checksum_states() == 0
 
 
 @pytest.mark.usefixtures("entry")
@@ -101,9 +148,10 @@ def test_what_is_not_a_file_of_that_size_is_told_and_not_read(tmp_path):
 @pytest.mark.parametrize("size", [1000, 100_000])
 def test_a_read_that_fails_is_told_and_the_next_file_is_read(entry, tmp_path, size):
     path, memory = written(tmp_path / "page", size), np.zeros(size, np.uint8)
-    found = np.empty((2, 6), np.int64)
+    found = np.empty((2, 8), np.int64)
     nowhere = 8  # nothing is ever mapped there
-    entry(2 * (os.fsencode(path) + b"\0"), np.array([(0, nowhere, size), (1, memory.ctypes.data, size)]), found)
+    pieces = np.array([(0, nowhere, size), (1, memory.ctypes.data, size)])
+    entry(2 * (os.fsencode(path) + b"\0"), pieces, np.zeros(5, np.int64), 0, 1, found)
     assert found[:, :2].tolist() == [[errno.EFAULT, 0], [0, size]]
     assert bytes(memory) == path.read_bytes()
 
@@ -139,6 +187,12 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path):
         read_files([path, path], [target.views, [memoryview(bytes(1000))]])
     with pytest.raises(TypeError, match="contiguous"):
         read_files([path, path], [target.views, [memoryview(bytearray(2000))[::2]]])
+    with pytest.raises(ValueError, match="threads is 0; it must be 1 or more"):
+        read_files([path], [target.views], threads=0)
+    with pytest.raises(ValueError, match="unchecked is -1; it must be 0 or more"):
+        read_files([path], [target.views], unchecked=-1)
+    with pytest.raises(ValueError, match="checksum has 4 functions; it must have 0 or 5"):
+        read_files([path], [target.views], checksum=Checksum(1, 2, 0, 3, 4))
     assert target.memory == target.before
 
 
@@ -148,13 +202,13 @@ def test_tables_that_do_not_fit_are_refused_before_anything_is_read(entry, tmp_p
     before = bytes(memory)
     address = memory.ctypes.data
 
-    def call(pieces, *, files=2, fields=6, dtype=np.int64):
-        entry(path * 2, np.array(pieces, dtype), np.zeros((files, fields), np.int64))
+    def call(pieces, *, files=2, fields=8, dtype=np.int64):
+        entry(path * 2, np.array(pieces, dtype), np.zeros(5, np.int64), 0, 1, np.zeros((files, fields), np.int64))
 
     whole = [[0, address, 1000]]
     for pieces, options, words in [
         (whole, {"files": 3}, "paths has 2 entries; it must have 3"),
-        (whole, {"fields": 5}, "found has size 5 in dimension 1; it must be fields = 6"),
+        (whole, {"fields": 5}, "found has size 5 in dimension 1; it must be fields = 8"),
         ([[0, address]], {}, "pieces has size 2 in dimension 1; it must be fields = 3"),
         ([[0, address, -1]], {}, r"pieces\[0\] has -1 bytes; it must have 0 or more"),
         ([*whole, [2, address, 1]], {}, r"pieces\[1\] is of file 2; it must be 0 to 1"),
@@ -236,18 +290,19 @@ for file, size in enumerate((0, 1, 5000, 70_001, 3_000_000)):
         pieces.append((file, ctypes.addressof(buffers[-1]), len(buffers[-1])))
         size -= len(buffers[-1])
 names += ["/nowhere", "/"]
-found = numpy.empty((len(names), 6), numpy.int64)
-read(b"".join(name.encode() + b"\\0" for name in names), numpy.array(pieces), found)
+found = numpy.empty((len(names), 8), numpy.int64)
+more = (numpy.zeros(5, numpy.int64), 0, 3, found)
+read(b"".join(name.encode() + b"\\0" for name in names), numpy.array(pieces), *more)
 whole = b"".join(open(name, "rb").read() for name in names[:-2])
 print(b"".join(buffer.raw for buffer in buffers) == whole, found[:, 1].sum() == len(whole))
 try:
-    read(b"", numpy.array(pieces), found)
+    read(b"", numpy.array(pieces), *more)
 except ValueError:
     print("refused")
 if len(sys.argv) > 3:
     pieces[-1] = (*pieces[-1][:2], 2 * pieces[-1][2])
     os.truncate(names[-3], 3_000_000 + pieces[-1][2] // 2)
-    read(b"".join(name.encode() + b"\\0" for name in names), numpy.array(pieces), found)
+    read(b"".join(name.encode() + b"\\0" for name in names), numpy.array(pieces), *more)
 """
 
 

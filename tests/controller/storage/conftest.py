@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hicache_controller.storage import Fingerprint
+from hicache_controller.storage import Fingerprint, page_reader
+from hicache_kernels.probe import load_outcome
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ class FakePool:
     def slots(self, pages):
         rows = torch.as_tensor(list(pages), dtype=torch.int64)[:, None] * self.page_size
         return (rows + torch.arange(self.page_size)).flatten()
+
+
+@pytest.fixture(params=["compiled", "python"])
+def reading(request, monkeypatch):
+    """How a file storage reads: in one compiled call, or page by page as while there is no compiled module."""
+    outcome = load_outcome("files", "cpu")
+    if request.param == "python":
+        monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: None)
+    elif outcome.module is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no compiled module: {outcome.reason}")
+    return request.param
 
 
 @pytest.fixture

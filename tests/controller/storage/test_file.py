@@ -5,7 +5,9 @@ import stat
 
 import pytest
 
-from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_controller.storage import FileStorage, Fingerprint, page_reader
+
+pytestmark = pytest.mark.usefixtures("reading")
 
 
 @pytest.fixture
@@ -296,21 +298,25 @@ def test_a_file_that_others_may_write_is_not_written_over(tmp_path, fingerprint,
 
 
 def test_a_page_that_leaves_while_it_is_read_is_a_miss_not_damage(
-    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, reading
 ):
     storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=4096, threads=1)
     pool, keys = fake_pool(), new_keys(2)
     storage.register_mem_pool_host(pool)
     pool.fill(range(2))
     storage.batch_set(keys[:1], pool.slots([0]))
-    real = os.preadv
+    module, name = (page_reader, "read_files") if reading == "compiled" else (os, "preadv")
+    real = getattr(module, name)
 
-    def late(file, views, offset):
-        monkeypatch.undo()
+    def late(*args, **kwargs):
+        monkeypatch.setattr(module, name, real)
         assert storage.batch_set(keys[1:], pool.slots([1])) == [True]
-        return real(file, views, offset)
+        if reading == "python":
+            return real(*args, **kwargs)
+        # What is read of a file that was opened before: the page that was written over it.
+        return real([storage.page_path(keys[1])], *args[1:], **kwargs)
 
-    monkeypatch.setattr(os, "preadv", late)
+    monkeypatch.setattr(module, name, late)
     assert storage.batch_get(keys[:1], pool.slots([9])) == [False]
     stats = storage.stats()
     assert (stats.misses, stats.damaged, stats.foreign) == (1, 0, 0)

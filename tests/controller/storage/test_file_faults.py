@@ -14,6 +14,8 @@ import xxhash
 
 from hicache_controller.storage import FileStorage, Fingerprint
 
+pytestmark = pytest.mark.usefixtures("reading")
+
 BAD = 3
 KEYS = 8
 

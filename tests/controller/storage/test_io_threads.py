@@ -46,12 +46,30 @@ def test_results_come_in_order(threads, count, item_bytes, waits):
     assert threads.map(lambda item: item * 3, items, item_bytes, waits=waits) == [item * 3 for item in items]
 
 
-@pytest.mark.parametrize(("waits", "busy", "at_once"), [(True, 2, 6), (False, 2, 2), (False, 1, 1), (False, 100, 6)])
-def test_work_that_waits_gets_all_threads_and_busy_work_a_thread_a_cpu(threads, monkeypatch, waits, busy, at_once):
-    monkeypatch.setattr(io_threads, "_BUSY_THREADS", busy)
+@pytest.mark.parametrize(("waits", "cpus", "at_once"), [(True, 2, 6), (False, 2, 2), (False, 1, 1), (False, 100, 4)])
+def test_work_that_waits_gets_all_threads_and_busy_work_a_few(threads, monkeypatch, waits, cpus, at_once):
+    monkeypatch.setattr(io_threads, "_CPUS", cpus)
     crowd = Crowd(at_once)
     assert threads.map(crowd, list(range(6 * at_once)), MB, waits=waits) == list(range(6 * at_once))
     assert crowd.most == at_once
+
+
+@pytest.mark.parametrize(
+    ("items", "item_bytes", "waits", "cpus", "worth"),
+    [
+        (100, MB, True, 1, 6),
+        (100, MB, False, 1, 2),
+        (100, MB, False, 4, 5),
+        (100, MB, False, 100, 6),
+        (3, MB, False, 100, 3),
+        (3, 4096, False, 100, 1),
+        (200, 4096, True, 100, 3),
+        (0, MB, True, 100, 1),
+    ],
+)
+def test_compiled_work_gets_a_thread_a_cpu_and_one_more(threads, monkeypatch, items, item_bytes, waits, cpus, worth):
+    monkeypatch.setattr(io_threads, "_CPUS", cpus)
+    assert threads.worth(items, item_bytes, waits=waits, compiled=True) == worth
 
 
 def test_small_work_stays_on_the_callers_thread(threads):
@@ -126,16 +144,16 @@ def test_a_file_is_in_the_page_cache_as_long_as_reading_it_does_not_wait(tmp_pat
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_pages_in_the_page_cache_are_busy_work_and_others_wait(
-    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, cached
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, cached, reading
 ):
     storage, pool, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), new_keys(5)
     storage.register_mem_pool_host(pool)
     assert all(storage.batch_set(keys, pool.slots(range(5))))
     asked, told = [], []
     monkeypatch.setattr(file, "is_cached", lambda path: asked.append(path) or cached)
-    real = storage._threads.map
-    monkeypatch.setattr(storage._threads, "map", lambda *args, waits: told.append(waits) or real(*args, waits=waits))
+    real = storage._threads.worth
+    monkeypatch.setattr(storage._threads, "worth", lambda *args, **how: told.append(how) or real(*args, **how))
     assert all(storage.batch_get(keys, pool.slots(range(5))))
-    assert told == [not cached]
+    assert told == [{"waits": not cached, "compiled": reading == "compiled"}]
     assert set(asked) <= {storage.page_path(keys[0]), storage.page_path(keys[-1])}
     storage.close()

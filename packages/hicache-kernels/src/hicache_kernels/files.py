@@ -15,6 +15,26 @@ from .probe import load_module, unavailable_reason
 _MODULE, _DEVICE_TYPE = "files", "cpu"
 
 
+class Checksum(NamedTuple):
+    """Addresses of the C functions of a streaming checksum of 128 bits, such as XXH3's in libxxhash.
+
+    Attributes
+    ----------
+    create, release
+        ``void *create(void)``, a state or null; ``int release(void *state)``.
+    reset, update
+        ``int reset(void *state)``; ``int update(void *state, const void *data, size_t bytes)``.
+    digest
+        ``struct { uint64_t low, high; } digest(const void *state)``.
+    """
+
+    create: int
+    reset: int
+    update: int
+    digest: int
+    release: int
+
+
 class FileRead(NamedTuple):
     """What became of one file.
 
@@ -27,6 +47,8 @@ class FileRead(NamedTuple):
     mode, owner, size, changed_ns
         The file's type and permissions, user id, bytes, and time of the last change in nanoseconds since the epoch; 0
         where the file could not be opened.
+    low, high
+        Halves of the checksum as signed numbers; 0 without one. Undefined unless all bytes were read.
     """
 
     error: int
@@ -35,10 +57,22 @@ class FileRead(NamedTuple):
     owner: int
     size: int
     changed_ns: int
+    low: int
+    high: int
 
 
-def read_files(paths: Sequence[str], views: Sequence[Sequence[memoryview]]) -> list[FileRead]:
-    """Read whole files, one after the other, into memory; the GIL is free until all are read.
+_NO_CHECKSUM = Checksum(0, 0, 0, 0, 0)
+
+
+def read_files(
+    paths: Sequence[str],
+    views: Sequence[Sequence[memoryview]],
+    *,
+    threads: int = 1,
+    checksum: Checksum | None = None,
+    unchecked: int = 0,
+) -> list[FileRead]:
+    """Read whole files into memory; the GIL is free until all are read.
 
     A file is read only if it is a regular one, no symbolic link, and as long as its views together; of any other the
     result tells what it is, and nothing was read. What is read of a file that changes meanwhile is undefined.
@@ -50,6 +84,12 @@ def read_files(paths: Sequence[str], views: Sequence[Sequence[memoryview]]) -> l
     views
         For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. They must
         stay valid, and nobody may rely on their bytes, until the call returns.
+    threads
+        Most files read at once, each in a thread that ends with the call; one is the caller's.
+    checksum
+        Summed up while the bytes are still in the CPU's cache; None for nothing.
+    unchecked
+        Bytes at the end of each file that the checksum leaves out.
 
     Returns
     -------
@@ -59,7 +99,7 @@ def read_files(paths: Sequence[str], views: Sequence[Sequence[memoryview]]) -> l
     Raises
     ------
     ValueError
-        Where the counts differ, or a path contains a zero; nothing was read.
+        Where the counts differ, a path contains a zero, or a number is out of range; nothing was read.
     TypeError
         Where a view is not writable or not contiguous; nothing was read.
     RuntimeError
@@ -73,8 +113,14 @@ def read_files(paths: Sequence[str], views: Sequence[Sequence[memoryview]]) -> l
             if place.nbytes:
                 pieces += (file, ctypes.addressof(ctypes.c_char.from_buffer(place)), place.nbytes)
     found = np.empty((len(paths), len(FileRead._fields)), dtype=np.int64)
-    names = b"".join([os.fsencode(path) + b"\0" for path in paths])
-    _function()(names, np.array(pieces, dtype=np.int64).reshape(-1, 3), found)
+    _function()(
+        b"".join([os.fsencode(path) + b"\0" for path in paths]),
+        np.array(pieces, dtype=np.int64).reshape(-1, 3),
+        np.array(checksum or _NO_CHECKSUM, dtype=np.int64),
+        unchecked,
+        threads,
+        found,
+    )
     return [FileRead._make(row) for row in found.tolist()]
 
 

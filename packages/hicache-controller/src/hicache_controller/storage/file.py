@@ -18,8 +18,9 @@ from .directory import StorageDirectory, disk_bytes, file_size, last_use, remove
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
 from .page_cache import is_cached
-from .page_file import FOOTER_BYTES, Outcome, read_page, write_page
+from .page_file import FOOTER_BYTES, Outcome, PageRead, write_page
 from .page_index import PageIndex
+from .page_reader import PageReader, PageRequest
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ class FileStorage(HiCacheStorage):
         self._model = fingerprint.digest()[:8]
         self._capacity = capacity_bytes
         self._root = os.path.abspath(directory)
-        self._owner = os.geteuid()
         self._mutex = threading.Lock()  # index, counts, and what is reserved; never held while waiting for a lock
         self._index = PageIndex()
         self._counts: Counter[str] = Counter()
@@ -104,6 +104,7 @@ class FileStorage(HiCacheStorage):
             why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
             raise type(error)(error.errno, why, error.filename) from error
         self._threads = IoThreads(threads or _THREADS)
+        self._reader = PageReader(self._threads, os.geteuid())
 
     def page_path(self, key: bytes, name: str = "kv") -> str:
         """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
@@ -179,10 +180,16 @@ class FileStorage(HiCacheStorage):
         if self._reads.active:
             self._count("skipped", len(keys))
             return [False] * len(keys)
-        items = list(zip(keys, pages, strict=True))
+        paths = [self._path(pool, key + self._model) for key in keys]
+        requests = [
+            PageRequest(path, pool.pool.page_memory(page) if pool.page_bytes else (), key)
+            for path, page, key in zip(paths, pages, keys, strict=True)
+        ]
         # Pages that are read together were mostly written together.
-        waits = not all(is_cached(self._path(pool, key + self._model)) for key in {keys[0], keys[-1]})
-        outcomes = self._threads.map(lambda item: self._read(pool, *item), items, pool.page_bytes + 4096, waits=waits)
+        waits = not all(is_cached(path) for path in {paths[0], paths[-1]})
+        found = self._reader.read(requests, fingerprint=pool.digest, page_bytes=pool.page_bytes, waits=waits)
+        now = time.time_ns()
+        outcomes = [self._settled(path, page, now) for path, page in zip(paths, found, strict=True)]
         with self._mutex:
             part = self._part(pool)
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
@@ -201,18 +208,15 @@ class FileStorage(HiCacheStorage):
             logger.info("storage %s: reading works again", self._root)
         return [outcome is Outcome.HIT for outcome in outcomes]
 
-    def _read(self, pool: RegisteredPool, key: bytes, host_page: int) -> Outcome:
-        path = self._path(pool, key + self._model)
-        views = pool.pool.page_memory(host_page) if pool.page_bytes else ()
-        try:
-            found = read_page(path, views, key=key, fingerprint=pool.digest, owner=self._owner)
-        except OSError as error:
+    def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:
+        """Renew a page that is used, remove one that nobody can use, and tell what it is."""
+        if isinstance(found, OSError):
             self._count("read_errors")
             if not remove_file(path):
-                self._failed(self._reads, None, "read", error)
+                self._failed(self._reads, None, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
-            if time.time_ns() - found.touched > _TOUCH_NS:
+            if now - found.touched > _TOUCH_NS:
                 renew(path)
         elif found.outcome is not Outcome.MISSING:
             logger.debug("storage %s: page %s is %s and removed", self._root, path, found.outcome.value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _LEAST_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
 
-_BUSY_THREADS = min(4, len(os.sched_getaffinity(0)))
+_CPUS = len(os.sched_getaffinity(0))
+_GIL_THREADS = 4  # that keep a CPU busy and need the GIL now and then: more would only take it from each other
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -28,8 +29,29 @@ class IoThreads:
         self._threads = threads
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="hicache-file")
 
+    def worth(self, items: int, item_bytes: int, *, waits: bool, compiled: bool) -> int:
+        """Return how many threads some work is worth, one at least.
+
+        Parameters
+        ----------
+        items, item_bytes
+            How much there is to do.
+        waits
+            Whether it waits for a disk, which wants several requests at once. Work that keeps a CPU busy gets about a
+            thread a CPU.
+        compiled
+            Whether it runs without the GIL.
+        """
+        if waits:
+            most = self._threads
+        elif compiled:
+            most = min(self._threads, _CPUS + 1)  # of as many threads as CPUs, Linux may leave two on one for a while
+        else:
+            most = min(self._threads, _CPUS, _GIL_THREADS)
+        return max(1, min(most, items, items * item_bytes // _LEAST_BYTES))
+
     def map(
-        self, work: Callable[[_Item], _Result], items: list[_Item], item_bytes: int, *, waits: bool
+        self, work: Callable[[_Item], _Result], items: Sequence[_Item], item_bytes: int, *, waits: bool
     ) -> list[_Result]:
         """Do the work of all items; results in order.
 
@@ -42,11 +64,9 @@ class IoThreads:
         item_bytes
             Bytes an item moves, about.
         waits
-            Whether the work waits for a disk. Work that keeps a CPU busy gets a thread a CPU, and few: the others would
-            only take the GIL from each other.
+            Whether the work waits for a disk.
         """
-        most = self._threads if waits else min(self._threads, _BUSY_THREADS)
-        threads = max(1, min(most, len(items), len(items) * item_bytes // _LEAST_BYTES))
+        threads = self.worth(len(items), item_bytes, waits=waits, compiled=False)
         left = iter(enumerate(items))  # shared: who is done takes the next, however the system divides its CPUs
         results: dict[int, _Result] = {}
 

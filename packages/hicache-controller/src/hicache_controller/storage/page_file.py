@@ -24,9 +24,9 @@ MAGIC = b"HICACHEP"
 VERSION = 1
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 FOOTER_BYTES = 128
+UNCHECKED_BYTES = 16  # the checksum itself
 
 _FIELDS = struct.Struct("<8sIIQBB6x32s32s16s")
-_CHECKSUM_BYTES = 16
 _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
@@ -158,16 +158,30 @@ def _read_open(
     offset += _whole(read, file, [*last, memoryview(footer)], offset)
     if offset != status.st_size:
         return Outcome.DAMAGED
-    head = bytes(footer[:-_CHECKSUM_BYTES])
-    _update(checksum, [*last, memoryview(head)])
-    magic, version = struct.unpack_from("<8sI", head)
+    _update(checksum, [*last, memoryview(footer)[:-UNCHECKED_BYTES]])
+    return outcome_of(footer, checksum.digest(), size, key, fingerprint)
+
+
+def outcome_of(footer: bytearray | memoryview, digest: bytes, size: int, key: bytes, fingerprint: bytes) -> Outcome:
+    """Tell what a page is that was read in full.
+
+    Parameters
+    ----------
+    footer
+        The last 128 bytes of the file.
+    digest
+        XXH3-128 of all but the last 16.
+    size, key, fingerprint
+        Bytes of the payload, and what the footer must say.
+    """
+    magic, version = struct.unpack_from("<8sI", footer)
     if magic != MAGIC:
         return Outcome.DAMAGED
     if version != VERSION:
         return Outcome.OLD_FORMAT
-    if checksum.digest() != footer[-_CHECKSUM_BYTES:]:
+    if digest != bytes(footer[-UNCHECKED_BYTES:]):
         return Outcome.DAMAGED
-    found = _FIELDS.unpack_from(head)
+    found = _FIELDS.unpack_from(footer)
     if (found[6][: found[4]], found[8], found[3]) != (key, fingerprint, size):
         return Outcome.FOREIGN
     return Outcome.HIT

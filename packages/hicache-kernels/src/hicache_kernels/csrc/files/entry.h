@@ -3,7 +3,11 @@
 
 #include <hicache/checks.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #include "read_file.h"
@@ -11,7 +15,8 @@
 namespace hicache {
 
 constexpr int64_t kPieceFields = 3;
-constexpr int64_t kFoundFields = 6;
+constexpr int64_t kFoundFields = 8;
+constexpr int64_t kFunctions = 5;
 
 inline std::vector<const char*> split_paths(const tvm::ffi::Bytes& paths, int64_t count) {
   std::vector<const char*> list;
@@ -23,45 +28,84 @@ inline std::vector<const char*> split_paths(const tvm::ffi::Bytes& paths, int64_
   return list;
 }
 
-// Where bytes go, in the order of the files.
-inline std::vector<iovec> read_pieces(const int64_t* pieces, int64_t count, std::vector<size_t>& of_file) {
+// Where bytes go, in the order of the files. starts: where the pieces of each file begin, and the end.
+inline std::vector<iovec> read_pieces(const int64_t* pieces, int64_t count, std::vector<size_t>& starts) {
+  const int64_t files = static_cast<int64_t>(starts.size()) - 1;
   std::vector<iovec> list;
   list.reserve(static_cast<size_t>(count));
   int64_t last = 0;
   for (const int64_t* piece = pieces; piece < pieces + count * kPieceFields; piece += kPieceFields) {
-    if (piece[0] < last || piece[0] >= static_cast<int64_t>(of_file.size())) {
+    if (piece[0] < last || piece[0] >= files) {
       TVM_FFI_THROW(ValueError) << "pieces[" << list.size() << "] is of file " << piece[0] << "; it must be " << last
-                                << " to " << static_cast<int64_t>(of_file.size()) - 1;
+                                << " to " << files - 1;
     }
     if (piece[2] < 0) {
       TVM_FFI_THROW(ValueError) << "pieces[" << list.size() << "] has " << piece[2] << " bytes; it must have 0 or more";
     }
-    last = piece[0];
-    ++of_file[static_cast<size_t>(last)];
+    while (last < piece[0]) starts[static_cast<size_t>(++last)] = list.size();
     list.push_back(iovec{reinterpret_cast<void*>(piece[1]), static_cast<size_t>(piece[2])});
   }
+  while (last < files) starts[static_cast<size_t>(++last)] = list.size();
   return list;
 }
 
-// paths: one a file, each ended by a zero. pieces: int64 [pieces, 3] in CPU memory: file (in rising order), address and
-// bytes of the places that its bytes go to, one behind the other. found: int64 [files, 6] in CPU memory, written to:
-// errno or 0, bytes read, mode, owner, size, time of the last change in ns.
-inline void read_files_entry(const tvm::ffi::Bytes& paths, tvm::ffi::TensorView pieces, tvm::ffi::TensorView found) {
-  Symbol files{"files"}, places{"pieces"}, piece_fields{"fields", kPieceFields}, found_fields{"fields", kFoundFields};
-  TensorCheck(pieces, "pieces").on_cpu().integers({64}).shape({&places, &piece_fields});
-  TensorCheck(found, "found").on_cpu().integers({64}).shape({&files, &found_fields});
-  const std::vector<const char*> names = split_paths(paths, files.value);
-  std::vector<size_t> counts(names.size(), 0);
-  std::vector<iovec> list = read_pieces(int64_data(pieces), places.value, counts);
-  int64_t* row = const_cast<int64_t*>(int64_data(found));
-  iovec* piece = list.data();
-  for (size_t i = 0; i < names.size(); ++i) {
-    const FoundFile file = read_file(names[i], piece, counts[i]);
-    const int64_t fields[kFoundFields] = {file.error, file.bytes, file.mode, file.owner, file.size, file.changed_ns};
-    std::memcpy(row, fields, sizeof(fields));
-    row += kFoundFields;
-    piece += counts[i];
+inline ChecksumFunctions checksum_functions(const int64_t* addresses) {
+  ChecksumFunctions functions{};
+  static_assert(sizeof(functions) == kFunctions * sizeof(int64_t), "an address a function");
+  int64_t given = 0;
+  for (int64_t i = 0; i < kFunctions; ++i) given += addresses[i] != 0;
+  if (given != 0 && given != kFunctions) {
+    TVM_FFI_THROW(ValueError) << "checksum has " << given << " functions; it must have 0 or " << kFunctions;
   }
+  std::memcpy(&functions, addresses, sizeof(functions));
+  return functions;
+}
+
+// Runs the work in so many threads, the caller's included, or in fewer where the system gives no more.
+template <typename Work>
+void run_in_threads(size_t count, const Work& work) {
+  std::vector<std::thread> others;
+  others.reserve(count);
+  try {
+    for (size_t i = 1; i < count; ++i) others.emplace_back(work, i);
+  } catch (const std::system_error&) {
+  }
+  work(0);
+  for (std::thread& other : others) other.join();
+}
+
+// paths: one a file, each ended by a zero. pieces: int64 [pieces, 3] in CPU memory: file (in rising order), address and
+// bytes of the places that its bytes go to, one behind the other. checksum: int64 [5] in CPU memory, addresses of
+// functions, or zeros; `unchecked` bytes at the end of each file are not summed up. found: int64 [files, 8] in CPU memory,
+// written to: errno or 0, bytes read, mode, owner, size, time of the last change in ns, lower and higher half of the sum.
+inline void read_files_entry(const tvm::ffi::Bytes& paths, tvm::ffi::TensorView pieces, tvm::ffi::TensorView checksum,
+                             int64_t unchecked, int64_t threads, tvm::ffi::TensorView found) {
+  Symbol files{"files"}, places{"pieces"}, piece_fields{"fields", kPieceFields}, found_fields{"fields", kFoundFields};
+  Symbol functions{"functions", kFunctions};
+  TensorCheck(pieces, "pieces").on_cpu().integers({64}).shape({&places, &piece_fields});
+  TensorCheck(checksum, "checksum").on_cpu().integers({64}).shape({&functions});
+  TensorCheck(found, "found").on_cpu().integers({64}).shape({&files, &found_fields});
+  if (unchecked < 0) TVM_FFI_THROW(ValueError) << "unchecked is " << unchecked << "; it must be 0 or more";
+  if (threads < 1) TVM_FFI_THROW(ValueError) << "threads is " << threads << "; it must be 1 or more";
+  const std::vector<const char*> names = split_paths(paths, files.value);
+  std::vector<size_t> starts(names.size() + 1, 0);
+  const std::vector<iovec> list = read_pieces(int64_data(pieces), places.value, starts);
+  const ChecksumFunctions sum = checksum_functions(int64_data(checksum));
+  std::vector<FileReader> readers;
+  readers.reserve(std::min(static_cast<size_t>(threads), names.size()));
+  while (readers.size() < readers.capacity()) readers.emplace_back(sum);
+  int64_t* rows = const_cast<int64_t*>(int64_data(found));
+  std::atomic<size_t> next{0};  // who is done takes the next, however the system divides its CPUs
+  run_in_threads(readers.size(), [&](size_t reader) noexcept {
+    for (size_t i = next++; i < names.size(); i = next++) {
+      const FoundFile file = readers[reader].read(names[i], list.data() + starts[i], starts[i + 1] - starts[i],
+                                                  static_cast<size_t>(unchecked));
+      const int64_t fields[kFoundFields] = {file.error, file.bytes, file.mode,       file.owner,
+                                            file.size,  file.changed_ns, static_cast<int64_t>(file.digest.low),
+                                            static_cast<int64_t>(file.digest.high)};
+      std::memcpy(rows + static_cast<int64_t>(i) * kFoundFields, fields, sizeof(fields));
+    }
+  });
 }
 
 }  // namespace hicache

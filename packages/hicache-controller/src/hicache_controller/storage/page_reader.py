@@ -1,0 +1,119 @@
+"""PageReader: reads the pages of many files in one compiled call, or one by one in Python while there is none."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hicache_kernels.files import FileRead, read_files
+from hicache_kernels.probe import load_outcome_so_far
+
+from .io_threads import IoThreads
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageRead, outcome_of, read_page
+from .xxh3 import digest_of, xxh3_checksum
+
+logger = logging.getLogger(__name__)
+
+
+class PageRequest(NamedTuple):
+    """A page to read: its file, where its payload goes, and the key that it must have."""
+
+    path: str
+    views: Sequence[memoryview]
+    key: bytes
+
+
+class PageReader:
+    """Reads pages and checks them; making one starts to load the compiled module, which nobody waits for.
+
+    Parameters
+    ----------
+    threads
+        What reads one by one.
+    owner
+        User id that files must belong to.
+    """
+
+    def __init__(self, threads: IoThreads, owner: int) -> None:
+        self._threads = threads
+        self._owner = owner
+        load_outcome_so_far("files", "cpu")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether pages are read in one compiled call."""
+        outcome = load_outcome_so_far("files", "cpu")
+        if outcome is None:
+            return False
+        missing = outcome.reason
+        if missing is None and xxh3_checksum() is None:
+            missing = "this build of xxhash does not show its C functions"
+        if missing is not None:
+            _log_once(missing)
+        return missing is None
+
+    def read(
+        self, requests: Sequence[PageRequest], *, fingerprint: bytes, page_bytes: int, waits: bool
+    ) -> list[PageRead | OSError]:
+        """Read pages and check them, as :func:`read_page` does.
+
+        Parameters
+        ----------
+        requests, fingerprint, page_bytes
+            The pages, what their footers must say, and the bytes of each.
+        waits
+            Whether most of them have to come from a disk.
+
+        Returns
+        -------
+        list of PageRead or OSError
+            One a request, in order; the error where :func:`read_page` would raise it.
+        """
+        read_one = functools.partial(self._read_one, fingerprint)
+        item_bytes = page_bytes + 4096
+        if not self.compiled:
+            return self._threads.map(read_one, requests, item_bytes, waits=waits)
+        footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
+        ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
+        found = read_files(
+            [request.path for request in requests],
+            [(*request.views, end) for request, end in zip(requests, ends, strict=True)],
+            threads=self._threads.worth(len(requests), item_bytes, waits=waits, compiled=True),
+            checksum=xxh3_checksum(),
+            unchecked=UNCHECKED_BYTES,
+        )
+        results: list[PageRead | OSError] = []
+        for request, file, footer in zip(requests, found, ends, strict=True):
+            if file.error == errno.ENOENT:
+                results.append(PageRead(Outcome.MISSING))
+            elif file.error:
+                results.append(OSError(file.error, os.strerror(file.error), request.path))
+            elif self._is_hit(file, footer, request.key, fingerprint, page_bytes):
+                results.append(PageRead(Outcome.HIT, file.changed_ns))
+            else:  # rare, and it takes a second look to tell what it is
+                results.append(read_one(request))
+        return results
+
+    def _is_hit(self, file: FileRead, footer: memoryview, key: bytes, fingerprint: bytes, page_bytes: int) -> bool:
+        return (
+            stat.S_ISREG(file.mode)
+            and file.owner == self._owner
+            and file.bytes == file.size == page_bytes + FOOTER_BYTES
+            and outcome_of(footer, digest_of(file.low, file.high), page_bytes, key, fingerprint) is Outcome.HIT
+        )
+
+    def _read_one(self, fingerprint: bytes, request: PageRequest) -> PageRead | OSError:
+        try:
+            return read_page(request.path, request.views, key=request.key, fingerprint=fingerprint, owner=self._owner)
+        except OSError as error:
+            return error
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("pages of files are read one by one in Python, which is slower: %s", reason)

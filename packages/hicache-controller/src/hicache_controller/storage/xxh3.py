@@ -1,0 +1,62 @@
+"""Finds XXH3-128 in the C library inside ``xxhash``, for compiled code that sums up while it reads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+
+import xxhash
+
+from hicache_kernels.files import Checksum
+
+_MASK = (1 << 64) - 1
+
+
+class _Digest(ctypes.Structure):
+    _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
+
+
+@functools.cache
+def xxh3_checksum() -> Checksum | None:
+    """Return the addresses of XXH3-128's functions; None where this build of ``xxhash`` does not show them."""
+    try:
+        library = ctypes.PyDLL(sys.modules["xxhash._xxhash"].__file__)
+        # The one that looks at the CPU is there on x86-64 only, and twice as fast.
+        fast = getattr(library, "XXH3_128bits_update_dispatch", None)
+        functions = (
+            library.XXH3_createState,
+            library.XXH3_128bits_reset,
+            library.XXH3_128bits_update if fast is None else fast,
+            library.XXH3_128bits_digest,
+            library.XXH3_freeState,
+        )
+    except (AttributeError, KeyError, OSError, TypeError):
+        return None
+    found = Checksum(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+    return found if all(found) and _works(found) else None
+
+
+def digest_of(low: int, high: int) -> bytes:
+    """Return the 16 bytes that ``xxhash`` gives for these halves."""
+    return ((high & _MASK) << 64 | (low & _MASK)).to_bytes(16, "big")
+
+
+def _works(checksum: Checksum) -> bool:
+    """Tell whether the functions do what ``xxhash`` does."""
+    pointer = ctypes.c_void_p
+    create = ctypes.PYFUNCTYPE(pointer)(checksum.create)
+    reset, release = (ctypes.PYFUNCTYPE(ctypes.c_int, pointer)(f) for f in (checksum.reset, checksum.release))
+    update = ctypes.PYFUNCTYPE(ctypes.c_int, pointer, ctypes.c_char_p, ctypes.c_size_t)(checksum.update)
+    digest = ctypes.PYFUNCTYPE(_Digest, pointer)(checksum.digest)
+    state = create()
+    if state is None:
+        return False
+    reset(state)
+    parts = [os.urandom(size) for size in (7, 1000, 300)]
+    for part in parts:
+        update(state, part, len(part))
+    found = digest(state)
+    release(state)
+    return digest_of(found.low, found.high) == xxhash.xxh3_128_digest(b"".join(parts))

@@ -1,0 +1,187 @@
+"""Reading pages, compiled and in Python: the same outcomes, and nobody waits for the module."""
+
+import ctypes
+import logging
+import os
+import sys
+
+import pytest
+import xxhash
+
+from hicache_controller.storage import FileStorage, page_file, page_reader, xxh3
+from hicache_controller.storage.io_threads import IoThreads
+from hicache_controller.storage.page_file import Outcome
+from hicache_controller.storage.page_reader import PageReader, PageRequest
+from hicache_kernels.probe import LoadOutcome
+
+NAMES = {"key": b"key", "fingerprint": bytes(range(16))}
+SIZE = 100_000
+
+
+@pytest.fixture
+def threads():
+    made = IoThreads(3)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def reader(threads, reading):
+    made = PageReader(threads, os.geteuid())
+    assert made.compiled == (reading == "compiled")
+    return made
+
+
+@pytest.fixture
+def request_of(tmp_path):
+    """Writes a page and asks for it; the bytes it has, and those that are to have them."""
+
+    def make(name, size=SIZE):
+        path, payload = str(tmp_path / name), os.urandom(size)
+        page_file.write_page(path, [memoryview(payload)], parent=None, **NAMES)
+        back = memoryview(bytearray(size))
+        return PageRequest(path, (back[: size // 3], back[size // 3 :]), b"key"), payload, back
+
+    return make
+
+
+def read(reader, requests, size=SIZE):
+    return reader.read(requests, fingerprint=NAMES["fingerprint"], page_bytes=size, waits=False)
+
+
+@pytest.mark.parametrize("size", [0, 1, 128, SIZE, 3 << 20])
+def test_pages_come_back_with_the_time_of_their_files(reader, request_of, size):
+    pages = [request_of(str(i), size) for i in range(7)]
+    found = read(reader, [page[0] for page in pages], size)
+    assert found == [(Outcome.HIT, os.stat(request.path).st_mtime_ns) for request, _, _ in pages]
+    assert [payload for _, payload, _ in pages] == [bytes(back) for _, _, back in pages]
+
+
+def flip(position):
+    def change(path):
+        with open(path, "r+b") as file:
+            file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 4]))
+
+    return change
+
+
+def pipe(path):
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+def link(path):
+    os.rename(path, path + "x")
+    os.symlink(path + "x", path)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (os.unlink, Outcome.MISSING),
+        (flip(0), Outcome.DAMAGED),
+        (flip(SIZE - 1), Outcome.DAMAGED),
+        (flip(-1), Outcome.DAMAGED),
+        (flip(-17), Outcome.DAMAGED),
+        (lambda path: os.truncate(path, SIZE), Outcome.DAMAGED),
+        (lambda path: os.truncate(path, 0), Outcome.DAMAGED),
+        (pipe, Outcome.FOREIGN),
+        (link, OSError),
+    ],
+)
+def test_a_bad_page_among_good_ones_is_told(reader, request_of, change, outcome):
+    pages = [request_of(str(i)) for i in range(3)]
+    change(pages[1][0].path)
+    first, bad, last = read(reader, [page[0] for page in pages])
+    assert (first.outcome, last.outcome) == (Outcome.HIT, Outcome.HIT)
+    if outcome is OSError:
+        assert isinstance(bad, OSError)
+        assert bad.filename == pages[1][0].path
+    else:
+        assert bad.outcome is outcome
+    assert [bytes(pages[i][2]) for i in (0, 2)] == [pages[i][1] for i in (0, 2)]
+
+
+def test_pages_of_another_key_format_and_owner_are_told(reader, threads, request_of, reading):
+    request = request_of("page")[0]
+    assert read(reader, [request._replace(key=b"other")])[0].outcome is Outcome.FOREIGN
+    (found,) = reader.read([request], fingerprint=bytes(16), page_bytes=SIZE, waits=True)
+    assert found.outcome is Outcome.FOREIGN
+    assert read(PageReader(threads, os.geteuid() + 1), [request])[0].outcome is Outcome.WRONG_OWNER
+    with open(request.path, "r+b") as file:
+        file.seek(SIZE + 8)
+        file.write(b"\x02")
+    assert read(reader, [request])[0].outcome is Outcome.OLD_FORMAT
+
+
+def test_good_pages_take_no_second_look(reader, request_of, reading, monkeypatch):
+    looks = []
+    real = page_reader.read_page
+    monkeypatch.setattr(page_reader, "read_page", lambda *args, **how: looks.append(args) or real(*args, **how))
+    assert all(found.outcome is Outcome.HIT for found in read(reader, [request_of(str(i))[0] for i in range(5)]))
+    assert len(looks) == (5 if reading == "python" else 0)
+
+
+@pytest.mark.parametrize("reading", ["compiled"], indirect=True)
+def test_pages_are_read_in_python_until_the_module_is_there(reader, threads, request_of, monkeypatch):
+    outcomes = iter([None, None])  # while it is being made: nobody waits
+    monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: next(outcomes))
+    monkeypatch.setattr(page_reader, "read_files", lambda *args, **how: pytest.fail("not loaded yet"))
+    request, payload, back = request_of("page")
+    assert read(PageReader(threads, os.geteuid()), [request])[0].outcome is Outcome.HIT
+    assert bytes(back) == payload
+
+
+@pytest.mark.parametrize("missing", ["module", "xxhash"])
+def test_a_storage_without_compiled_reads_says_so_once_and_works(
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, caplog, missing
+):
+    reason = "no g++ found" if missing == "module" else "this build of xxhash does not show its C functions"
+    outcome = LoadOutcome(None, reason) if missing == "module" else LoadOutcome(object(), None)
+    monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: outcome)
+    monkeypatch.setattr(page_reader, "xxh3_checksum", lambda: None)
+    page_reader._log_once.cache_clear()
+    pool, keys = fake_pool(), new_keys(4)
+    contents = pool.fill(range(4))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            storage = FileStorage(tmp_path, fingerprint=fingerprint)
+            storage.register_mem_pool_host(pool)
+            assert all(storage.batch_set(keys, pool.slots(range(4))))
+            assert storage.batch_get(keys, pool.slots(range(4, 8))) == [True] * 4
+            assert [pool.read(page) for page in range(4, 8)] == contents
+            storage.close()
+    page_reader._log_once.cache_clear()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"pages of files are read one by one in Python, which is slower: {reason}"]
+
+
+@pytest.fixture
+def fresh():
+    xxh3.xxh3_checksum.cache_clear()
+    yield
+    xxh3.xxh3_checksum.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_checksum_of_xxhash_is_found():
+    assert xxh3.xxh3_checksum() is not None
+    data = os.urandom(1000)
+    number = xxhash.xxh3_128_intdigest(data)
+    halves = [ctypes.c_int64(half).value for half in (number & xxh3._MASK, number >> 64)]
+    assert xxh3.digest_of(*halves) == xxhash.xxh3_128_digest(data)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("hidden", ["module", "symbols", "other sums"])
+def test_a_build_of_xxhash_that_does_not_show_its_functions_is_not_used(monkeypatch, hidden):
+    if hidden == "module":
+        monkeypatch.delitem(sys.modules, "xxhash._xxhash")
+    elif hidden == "symbols":
+        monkeypatch.setattr(ctypes, "PyDLL", lambda path: object())
+    else:
+        monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: bytes(16))
+    assert xxh3.xxh3_checksum() is None
