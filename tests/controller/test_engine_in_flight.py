@@ -21,6 +21,7 @@ from hicache_controller.lanes import (
     ThreadLane,
     runs_on_cpu,
 )
+from hicache_controller.layer_done import LayerDoneCounter
 from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
@@ -231,6 +232,22 @@ def test_a_stream_signal_that_nobody_has_fired_holds_its_waiters(in_thread):
     signal.fire([event])
     waiter.join()
     assert event.waited == [None]
+
+
+def test_waiting_for_loads_to_be_queued_waits_for_no_byte_of_them(in_thread):
+    counter, first, later = LayerDoneCounter(2), StreamSignal(), StreamSignal()
+    on_stream = counter.register([first, later], lambda: None)
+    on_cpu = counter.register([HostSignal(), HostSignal()], lambda: None)
+    waiter = in_thread(lambda: counter.wait_queued([on_cpu, on_stream]))
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    event = FakeCudaEvent()
+    first.fire([event])
+    waiter.join()
+    assert not event.waited
+    assert not event.come
+    counter.forget(on_stream, None)
+    counter.wait_queued([on_stream])
 
 
 def test_waiting_with_a_limit_tells_whether_the_event_has_come():

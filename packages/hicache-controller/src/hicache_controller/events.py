@@ -127,6 +127,10 @@ class StreamSignal:
         """Tell whether the work is queued and done."""
         return self._queued.is_open and all(_has_come(event) for event in self._events)
 
+    def wait_queued(self) -> None:
+        """Block the calling thread until the work is queued."""
+        self._queued.wait()
+
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
         self._queued.wait()

@@ -72,7 +72,9 @@ class Session:
         self._check_length()
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
-            self._let_loads_begin()
+            matches = [row.match for row in self._rows if row.match is not None]
+            self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
+            tiers.controller.layer_done_counter.wait_queued(self._consumers)
             # While the first layers are on their way.
             self._cache.check_weights()
             past = self._past = self._new_past()
@@ -92,23 +94,6 @@ class Session:
             self._end(keep=False)
             raise
         return past
-
-    def _let_loads_begin(self) -> None:
-        """Wait until the loads are queued on a GPU.
-
-        A thread queues them, and it needs the interpreter, which what follows here hardly lets go of: the bytes would
-        start to move only when the forward pass asks for them.
-        """
-        matches = [row.match for row in self._rows if row.match is not None]
-        self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
-        device = self._tiers.layout.device
-        if device.type == "cpu" or not self._consumers:
-            return  # On CPU an event comes with the bytes, and there is no moment before that.
-        # A stream that nothing runs on: the thread waits for the queueing, and no work for the bytes.
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        for consumer in self._consumers:
-            for event in self._tiers.controller.layer_done_counter.events(consumer)[:1]:
-                event.wait(aside)
 
     def _check_length(self) -> None:
         tokens = self._input_ids.shape[1]
