@@ -154,8 +154,12 @@ def sanitizer(session: nox.Session) -> None:
     install_wheels(session, *PACKAGES[:1], with_=TEST_TOOLS)
     tests = ("tests/gpu/kernels", "-q", "-m", "sanitizer")
     checked = ("compute-sanitizer", "--error-exitcode", "9")
-    for tool, chosen in (("memcheck", ""), ("initcheck", ""), ("racecheck", "bulk_copies")):
-        session.run(*checked, "--tool", tool, "python", "-m", "pytest", *tests, "-k", chosen, external=True)
+    # Initcheck takes memory that a batch of copies has written for memory that nobody has.
+    for tool, chosen, batched in (("memcheck", "", "1"), ("initcheck", "", "0"), ("racecheck", "bulk_copies", "1")):
+        session.run(
+            *checked, "--tool", tool, "python", "-m", "pytest", *tests, "-k", chosen,
+            external=True, env={"HICACHE_KERNELS_BATCHED_COPIES": batched},
+        )  # fmt: skip
 
 
 @nox.session

@@ -4,6 +4,8 @@
 
 #include <hicache/device.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "copies.h"
@@ -15,9 +17,12 @@ namespace hicache {
 typedef CUresult (*BatchCall)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t, size_t*,
                               CUstream);
 
-// Looked up at run time since an older driver lacks it: the 12.8 form, which later drivers keep. Null where it is missing.
+// Looked up at run time since an older driver lacks it: the 12.8 form, which later drivers keep. Null where it is missing,
+// or not wanted: tools that watch memory do not see it written by batches (compute-sanitizer initcheck of CUDA 13.0).
 inline BatchCall find_batch_call() {
   static const BatchCall call = [] {
+    const char* wanted = std::getenv("HICACHE_KERNELS_BATCHED_COPIES");
+    if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return BatchCall{nullptr};
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
     const cudaError_t error =
