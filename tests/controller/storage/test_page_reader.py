@@ -135,6 +135,12 @@ def test_pages_are_read_in_python_until_the_module_is_there(reader, threads, req
     assert bytes(back) == payload
 
 
+def test_statistics_tell_how_a_storage_reads(tmp_path, fingerprint, reading):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint)
+    assert storage.stats().compiled_reads == (reading == "compiled")
+    storage.close()
+
+
 @pytest.mark.parametrize("missing", ["module", "xxhash"])
 def test_a_storage_without_compiled_reads_says_so_once_and_works(
     tmp_path, fingerprint, fake_pool, new_keys, monkeypatch, caplog, missing
@@ -153,6 +159,7 @@ def test_a_storage_without_compiled_reads_says_so_once_and_works(
             assert all(storage.batch_set(keys, pool.slots(range(4))))
             assert storage.batch_get(keys, pool.slots(range(4, 8))) == [True] * 4
             assert [pool.read(page) for page in range(4, 8)] == contents
+            assert not storage.stats().compiled_reads
             storage.close()
     page_reader._log_once.cache_clear()
     told = [record.getMessage() for record in caplog.records]

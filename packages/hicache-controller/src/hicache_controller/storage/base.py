@@ -66,6 +66,7 @@ class StorageStats(NamedTuple):
     ``stored`` pages were written, ``present`` ones were there already. ``orphans`` were refused because the page before
     them is not stored, ``no_room`` because capacity did not suffice, ``skipped`` because the storage was backing off.
     ``damaged``, ``foreign``, ``old_format`` and ``wrong_owner`` pages were found, counted as misses and removed.
+    ``compiled_reads`` tells whether a file storage reads in compiled calls by now, not page by page in Python.
     """
 
     pages: int = 0
@@ -88,6 +89,7 @@ class StorageStats(NamedTuple):
     bytes_read: int = 0
     bytes_written: int = 0
     backing_off: bool = False
+    compiled_reads: bool = False
 
 
 class HiCacheStorage(ABC):

@@ -132,6 +132,7 @@ class FileStorage(HiCacheStorage):
                 bytes=self._index.total_bytes,
                 capacity_bytes=self._capacity,
                 backing_off=self._reads.active or self._writes.active,
+                compiled_reads=self._reader.compiled,
                 **self._counts,
             )
 
