@@ -51,6 +51,7 @@ class MemoryStorage(HiCacheStorage):
                 bytes=self._index.total_bytes,
                 capacity_bytes=self._capacity,
                 backing_off=False,
+                compiled_reads=False,
                 **self._counts,
             )
 

@@ -169,7 +169,7 @@ class MooncakeStorage(HiCacheStorage):
         """Return counters since the storage was opened; ``pages`` and ``bytes`` of a store that is shared are 0."""
         with self._mutex:
             backing_off = self._client.failing or self._reads.active or self._writes.active
-            return StorageStats(backing_off=backing_off, **self._counts)
+            return StorageStats(backing_off=backing_off, compiled_reads=False, **self._counts)
 
     def close(self) -> None:
         """Leave the store, once no call is inside it. Idempotent."""
