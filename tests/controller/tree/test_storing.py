@@ -438,6 +438,37 @@ def test_prefetched_pages_are_told_as_stored_once(make_model: MakeModel, keys_of
     second.empty()
 
 
+def test_window_above_what_was_prefetched_counts_as_stored_only_where_it_is(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    events: list[CacheEvent] = []
+    clock = Clock()
+    model = make_model(storage=MemoryStorage(), windows=(8, 8), listener=events.append, clock=clock)
+    head, tail = keys_of((1, 2))
+    model.serve((1,))
+    model.serve((1, 2))
+    model.cache.drain()
+    model.cache.evict_device(1)
+    model.cache.evict_host(1)
+    store = model.storage._store
+    model.storage._store = lambda pool, *rest: [False] * len(rest[0]) if pool.name == "swa" else store(pool, *rest)
+    lose(model.storage, head)
+    model.cache.poll()
+    model.lookup((1,))  # its page is stored again, its window is not
+    model.cache.drain()
+    model.storage._store = store
+    assert stored(model, [head, tail], "kv", "swa") == [2, 1]
+    events.clear()
+    assert model.serve((1, 2)) == 2, "the tail comes from storage"
+    assert ("swa", (head,)) not in [(event.pool, event.keys) for event in storage_events(events, Change.STORED)]
+    clock.now += 1
+    model.lookup((1, 2))
+    model.cache.drain()
+    assert stored(model, [head, tail], "kv", "swa") == [2, 2]
+    assert [(e.pool, e.keys) for e in storage_events(events, Change.STORED)] == [("swa", (head,))]
+    model.empty()
+
+
 def test_removals_noted_by_many_threads_arrive_once_each() -> None:
     presence = StoragePresence(remember=True)
     keys = [number.to_bytes(16) for number in range(4000)]
@@ -495,8 +526,7 @@ def test_events_mirror_a_storage_that_keeps_removing_pages(
             held = set(storage._bytes.get(pool, ()))
             # A page that leaves while it is stored again counts as removed until its next use.
             missing, wrong = held - known, known - held
-            # Removals name pages, not pools: beside a running backup a window's can, rarely, be taken for its page's.
-            assert not wrong or (pool != "kv" and not synchronous), f"{pool} pages are told of and not there"
+            assert not wrong, f"{pool} pages are told of and not there"
             assert not missing or not synchronous or pool != "kv", f"{pool} pages are there and not told of"
     assert storage.stats().evicted > 20
     model.empty()

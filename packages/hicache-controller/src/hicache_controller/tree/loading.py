@@ -183,8 +183,9 @@ class TreeLoads(TreeTransfers):
             if transfer.host_indices is not None:
                 name = str(transfer.name)
                 pages = self.windows[name].converter.pages(transfer.host_indices)
-                parts += self._adopt_window(node, name, pages, device=False)
-        self._mark_stored(node, started.transfers)
+                came = self._adopt_window(node, name, pages, device=False)
+                self._mark_stored(came, len(pages))
+                parts += came
         longer = self._like(match, node, end) if self._restorable(node) else None
         self._offer_windows(parts)
         return longer
@@ -206,11 +207,14 @@ class TreeLoads(TreeTransfers):
                 self.controller.evict_host(transfer.host_indices, pool=transfer.name)
         transfers.clear()
 
-    def _mark_stored(self, node: TreeNode, transfers: list[PoolTransfer]) -> None:
-        for transfer in transfers:
-            for part, _ in self._window(node, str(transfer.name)) or ():
-                part.stored = part.host is not None and part.write is None
-                self._tell_stored(part.node, part.name, part.on_host)
+    def _mark_stored(self, parts: list[WindowPart], pages: int) -> None:
+        """Note that the last ``pages`` pages of some parts, the last part first, came from storage."""
+        for part in parts:
+            came = min(pages, part.node.pages)
+            pages -= came
+            if part.host is not None and part.write is None and part.on_host <= came:
+                part.stored = not self._storage_lacks(key_list(part.node.keys)[-part.on_host :])
+            self._tell_stored(part.node, part.name, came)
 
     def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
         """Give host pages that came from storage to the nodes behind a match, new ones where there are none."""
