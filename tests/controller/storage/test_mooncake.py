@@ -254,12 +254,12 @@ def test_pages_come_back_and_are_counted(storage, fake_pool, new_keys):
 def test_pages_that_are_asked_for_and_gone_are_told(storage, fake_pool, new_keys):
     pool, keys, told = fake_pool(), new_keys(4), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(told.extend)
+    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
     assert all(storage.batch_set(keys, pool.slots(range(4))))
     storage._client.call_in_time("batch_remove", [storage.object_name(key) for key in keys[1:3]], True)
     assert told == []
     assert storage.batch_get(keys, pool.slots(range(4))) == [True, False, False, True]
-    assert told == keys[1:3]
+    assert told == [("kv", key) for key in keys[1:3]]
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -344,7 +344,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
 ):
     pool, keys, told = fake_pool(parts=2), new_keys(3), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(told.extend)
+    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
     contents = pool.fill(range(3))
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     names = [storage.object_name(key) for key in keys]
@@ -353,7 +353,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
     assert storage._client.call("remove", names[1], True) == 0
     assert storage._client.call("put", names[1], wrong) == 0
     assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True, False, True]
-    assert told == [keys[1]]
+    assert told == [("kv", keys[1])]
     assert [pool.read(10), pool.read(12)] == [contents[0], contents[2]]
     stats = storage.stats()
     assert (getattr(stats, counter), stats.misses, stats.read_errors) == (1, 1, 0)

@@ -46,6 +46,7 @@ class TreeLoads(TreeTransfers):
         super().__init__(*arguments, **options)
         self.load_back_pages = load_back_pages
         self.load_quota_pages = load_quota_pages
+        self._prefetches: set[Prefetching] = set()
 
     # Matches
 
@@ -108,7 +109,6 @@ class TreeLoads(TreeTransfers):
         found = self._storage_exists(rest) if rest and self.controller.has_storage else 0
         if not found:
             return nothing
-        self._presence.storing(rest[:found])
         # What comes needs a host part above it, which must stay until then.
         above = match.node
         above.host_lock += 1
@@ -116,6 +116,7 @@ class TreeLoads(TreeTransfers):
         if started is None:
             self._unlock_host(above)
             return nothing
+        self._prefetches.add(started)
         return started
 
     def prefetch_ready(self, started: Prefetching) -> bool:
@@ -127,6 +128,7 @@ class TreeLoads(TreeTransfers):
         match, operation = started.match, started.operation
         if operation is None:
             return match
+        self._prefetches.discard(started)
         got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
         if started.transfers and got < room:
             got = 0
@@ -190,12 +192,22 @@ class TreeLoads(TreeTransfers):
         self._offer_windows(parts)
         return longer
 
+    def _keys_in_flight(self) -> set[bytes]:
+        keys = super()._keys_in_flight()
+        for started in self._prefetches:
+            keys.update(started.match.rest()[: len(started.slots) // self.page_size])
+        return keys
+
     def _storage_exists(self, keys: list[bytes]) -> int:
         windows = [
             PoolTransfer(name, keys=keys[: pool.window_pages], hit_policy=PoolHitPolicy.TRAILING_PAGES)
             for name, pool in self.windows.items()
         ]
-        return int(self.controller.storage_exists(keys, **further(windows)))
+        found = int(self.controller.storage_exists(keys, **further(windows)))
+        self._presence.storing(self._anchor, keys[:found])
+        for name, pool in self.windows.items():
+            self._presence.storing(name, keys[max(0, found - pool.window_pages) : found])
+        return found
 
     def _free_host(self, slots: torch.Tensor, transfers: list[PoolTransfer]) -> None:
         self.controller.evict_host(slots)
@@ -213,7 +225,7 @@ class TreeLoads(TreeTransfers):
             came = min(pages, part.node.pages)
             pages -= came
             if part.host is not None and part.write is None and part.on_host <= came:
-                part.stored = not self._storage_lacks(key_list(part.node.keys)[-part.on_host :])
+                part.stored = not self._storage_lacks_part(part)
             self._tell_stored(part.node, part.name, came)
 
     def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
@@ -231,7 +243,7 @@ class TreeLoads(TreeTransfers):
                     child = self._split(child, same)
             own = pages[at - begin : at - begin + child.pages]
             if child.host is None:
-                child.stored = not self._storage_lacks(key_list(child.keys))
+                child.stored = not self._storage_lacks(self._anchor, key_list(child.keys))
                 self._set_host(child, own)
                 self._tell(Change.STORED, Tier.HOST, child)
                 self._tell_stored(child, self._anchor, child.pages)
