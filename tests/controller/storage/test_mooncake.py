@@ -1,12 +1,9 @@
 """MooncakeStorage against a real mooncake_master on loopback, with clients in other processes."""
 
-import ctypes
 import importlib.util
 import itertools
 import logging
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,79 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import needs
 
 from hicache_controller.storage import Fingerprint, StorageBackendFactory, mooncake
 from hicache_controller.storage.mooncake import MooncakeStorage
 from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, NullPoolHost, PoolHitPolicy, PoolTransfer
 
 PROGRAM = Path(__file__).parent / "mooncake_program.py"
-
-
-@pytest.fixture(scope="module")
-def binary():
-    """Path of mooncake_master."""
-    for library in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1"):
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            needs(False, f"{library} is not installed, which Mooncake needs")
-    found = importlib.util.find_spec("mooncake")
-    needs(found is not None, "a mooncake-transfer-engine wheel is not installed")
-    path = Path(found.submodule_search_locations[0]) / "mooncake_master"
-    needs(os.access(path, os.X_OK), f"{path} is not there or not executable")
-    return path
-
-
-class Master:
-    def __init__(self, binary):
-        self.binary = binary
-        with socket.socket() as rpc, socket.socket() as metrics:
-            rpc.bind(("127.0.0.1", 0))
-            metrics.bind(("127.0.0.1", 0))
-            self.port, self.metrics = rpc.getsockname()[1], metrics.getsockname()[1]
-        self.address = f"127.0.0.1:{self.port}"
-        self.process = None
-
-    def start(self):
-        ports = [f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics}"]
-        others = ["--metrics_host=127.0.0.1", "--rpc_thread_num=2", "--logtostderr"]
-        self.process = subprocess.Popen(
-            [self.binary, *ports, *others], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        while True:
-            assert self.process.poll() is None, "mooncake_master ended"
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return self
-            except ConnectionRefusedError:
-                pass
-
-    def stop(self):
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def shared_master(binary):
-    master = Master(binary).start()
-    yield master
-    master.kill()
-
-
-@pytest.fixture
-def own_master(binary):
-    master = Master(binary)
-    yield master
-    master.kill()
 
 
 class Clock:
@@ -577,7 +507,7 @@ def test_threads_store_and_load_at_once(storage, fake_pool, new_keys):
     assert not wrong
 
 
-def test_wrong_arguments_say_so(binary, storage, fake_pool, fresh):
+def test_wrong_arguments_say_so(storage, fake_pool, fresh):
     for options, message in [
         ({"master": "somewhere"}, "master is 'somewhere'"),
         ({"segment_bytes": -1}, "segment_bytes is -1"),
