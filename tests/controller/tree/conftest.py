@@ -303,6 +303,19 @@ class Model:
                     storage._note_removed((lost,), pool)
         storage._tell_removed()
 
+    def refuse(self, name: str, refused: bytes) -> Callable[[], None]:
+        """Let storage not take one part of a page; returns how to let it again."""
+        store = self.storage._store
+
+        def store_but(pool: Any, *jobs: Any) -> list[bool]:
+            return [
+                (pool.name, key) != (name, refused) and store(pool, [key], *([each] for each in job))[0]
+                for key, *job in zip(*jobs, strict=True)
+            ]
+
+        self.storage._store = store_but
+        return lambda: setattr(self.storage, "_store", store)
+
     def close(self) -> None:
         for gate in self.gates:
             gate.open()

@@ -116,6 +116,25 @@ def test_source_of_a_draft_whose_part_left_storage_is_told_as_gone_and_stored_ag
     model.empty()
 
 
+@pytest.mark.parametrize("refused", ["swa", "draft"])
+def test_window_is_stored_again_where_storage_did_not_take_it_or_its_draft(
+    make_model: MakeModel, keys_of: KeysOf, clock: Any, refused: str
+) -> None:
+    model = make_model(windows=(8, 8), storage=MemoryStorage(), clock=clock)
+    register_hicache_draft_pools(model.cache, entry=draft_entry(model, 8, 8), indices_from_pool="swa")
+    keys = keys_of((1, 2, 3))
+    take_again = model.refuse(refused, keys[1])
+    model.serve((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys, "swa", "draft") == ([1, 2] if refused == "swa" else [2, 1])
+    take_again()
+    clock.now += 1
+    model.lookup((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys, "swa", "draft") == [2, 2]
+    model.empty()
+
+
 def test_removals_reach_an_anchor_of_another_name(make_model: MakeModel, keys_of: KeysOf) -> None:
     entry = PoolEntry("full", NullPoolHost(8, 2), None, lambda layer: layer, is_primary_index_anchor=True)
     controller = HiCacheController(HostPoolGroup([entry]))

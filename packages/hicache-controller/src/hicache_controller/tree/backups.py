@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,27 +119,41 @@ class TreeBackups(TreeEviction):
             operation = self._backups.pop(ack.node_id)
             self._backed_up_pages -= operation.pages
             if operation.failed:  # it went to a storage that is gone
-                self._finish_backup(operation, 0, failed=True)
+                self._finish_backup(operation, 0, Counter())
                 self._store_later(operation.nodes[0])
                 continue
             if good and ack.stored_pages == operation.pages:
                 self._pause.succeeded()
             else:
                 self._pause.failed()
-            self._finish_backup(operation, ack.stored_pages, failed=not good)
+            self._finish_backup(operation, ack.stored_pages, None if good else self._taken_windows(ack))
         return bool(acks)
 
-    def _finish_backup(self, operation: Operation, stored_pages: int, *, failed: bool) -> None:
+    def _taken_windows(self, ack: StorageAck) -> Counter[str]:
+        """Leading pages of its part in each windowed pool that a backup that failed has stored, as all ranks know."""
+        taken: dict[str, int] = {}
+        if not self.controller.agreement.needed:
+            for name, pages in ack.pool_pages.items():
+                pool = self._component_of(name)
+                if pool is not None:
+                    taken[pool] = min(pages, taken.get(pool, pages))
+        return Counter(taken)
+
+    def _finish_backup(self, operation: Operation, stored_pages: int, taken: Counter[str] | None) -> None:
+        """Mark and tell what storage has; of windows all, or what was ``taken`` by a backup that failed."""
         tail = operation.nodes[0]
         complete = stored_pages == operation.pages
         parts = list(operation.host_pin.parts)
         self._unpin(operation.host_pin, device=False)
-        if complete and not failed:
-            for part in parts:
-                if part.host is not None:
-                    part.stored = not self._storage_lacks_part(part)
-                    self._tell_stored(part.node, part.name, part.on_host)
         nodes = [node for node in self._path(tail) if node in operation.nodes][::-1]
+        if complete:
+            for part in sorted(parts, key=lambda part: nodes.index(part.node)):
+                pages = part.on_host if taken is None else min(part.on_host, taken[part.name])
+                if taken is not None:
+                    taken[part.name] -= pages
+                if part.host is not None:
+                    part.stored = pages == part.on_host and not self._storage_lacks_part(part)
+                    self._tell_stored(part.node, part.name, part.on_host, pages)
         for node in nodes:
             node.backup = None
         if operation.whole:
@@ -160,7 +174,7 @@ class TreeBackups(TreeEviction):
             head.stored = False
         self._unlock_host(tail)
         came = [part for node in nodes for part in node.windows if part not in parts and _is_part_to_store(part)]
-        if complete and not failed and came:
+        if complete and taken is None and came:
             self._store(tail)
 
     # Again
