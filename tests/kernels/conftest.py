@@ -31,8 +31,9 @@ def pools() -> ModuleType:
 def compiled() -> Callable[[str], Any]:
     """Loader of the compiled CPU modules; without a compiler a user's tests skip, CI's fail."""
     from hicache_kernels.probe import load_module, unavailable_reason
+    from hicache_kernels.spec import MODULE_NAMES
 
-    for name in ("main", "staged"):
+    for name in MODULE_NAMES:
         reason = unavailable_reason(name, "cpu")
         if reason is not None:
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)

@@ -158,6 +158,33 @@ def test_eight_threads_at_once_compile_once(workshop: Workshop) -> None:
     assert workshop.compilations() == 1
 
 
+def test_a_module_in_the_making_is_not_waited_for(workshop: Workshop) -> None:
+    workshop.gate.touch()
+    for pipe in (workshop.started, workshop.release):
+        os.mkfifo(pipe)
+    loader = workshop.loader()
+    assert loader.outcome_so_far("main", "cpu") is None
+    workshop.started.read_text()
+    assert loader.outcome_so_far("main", "cpu") is None  # the compiler hangs, and once more is not begun
+    workshop.gate.unlink()
+    workshop.release.write_text("go on\n")
+    outcome = loader.outcome("main", "cpu")
+    assert loader.outcome_so_far("main", "cpu") is outcome
+    assert workshop.compilations() == 1
+
+
+def test_the_attempt_in_the_background_ends_by_itself(workshop: Workshop) -> None:
+    loader = workshop.loader()
+    before = set(threading.enumerate())
+    assert loader.outcome_so_far("main", "cpu") is None
+    for thread in set(threading.enumerate()) - before:
+        assert thread.daemon
+        thread.join()
+    outcome = loader.outcome_so_far("main", "cpu")
+    assert outcome is not None
+    assert outcome.module is not None, outcome.reason
+
+
 def test_killed_builder_leaves_no_half_module_and_no_lock(workshop: Workshop) -> None:
     os.mkfifo(workshop.started)
     os.mkfifo(workshop.release)
@@ -332,7 +359,7 @@ def test_unknown_device_type_and_module_are_reasons(workshop: Workshop, caplog: 
     loader = workshop.loader()
     for _ in range(3):
         assert loader.outcome("main", "xpu").reason == "no kernels for xpu"
-        assert loader.outcome("other", "cpu").reason == "no module named 'other'; there are main, staged"
+        assert loader.outcome("other", "cpu").reason == "no module named 'other'; there are files, main, staged"
     assert len(caplog.records) == 2
     assert probe.load_module("main", "xpu") is None
     assert probe.unavailable_reason("main", "xpu") == "no kernels for xpu"

@@ -92,7 +92,8 @@ def test_loading_info_gives_the_compilers_errors(
     [
         (["--arch", "cpu,vax"], "arch is 'vax'; it must be 'cpu', or look like 'sm_90' or 'gfx90a'"),
         (["--arch", ","], "arch is empty"),
-        (["--arch", "cpu", "--module", "third"], "module is 'third'; it must be one of main, staged"),
+        (["--arch", "cpu", "--module", "third"], "module is 'third'; it must be one of main, staged, files"),
+        (["--arch", "sm_90", "--module", "files"], "it must name one that files is built for, such as 'cpu'"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(

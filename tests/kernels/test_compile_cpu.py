@@ -1,4 +1,4 @@
-"""The CPU builds: warning-free, and each module without the other's sources."""
+"""The CPU builds: warning-free, and each module without the others' sources."""
 
 import shutil
 from dataclasses import replace

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_kernels.spec import CSRC, DEVICE_TYPES, MODULE_NAMES, module_device_type, module_specs
+from hicache_kernels.spec import CSRC, DEVICE_TYPES, TRANSFER_MODULES, module_device_type, module_specs
 
 
-def test_every_module_has_a_spec_for_every_device_type_and_its_sources() -> None:
+def test_modules_that_move_rows_have_a_spec_for_every_device_type_and_files_one() -> None:
     specs = module_specs()
-    assert {(spec.name, spec.device_type) for spec in specs} == {(n, d) for n in MODULE_NAMES for d in DEVICE_TYPES}
+    expected = {(name, device_type) for name in TRANSFER_MODULES for device_type in DEVICE_TYPES} | {("files", "cpu")}
+    assert {(spec.name, spec.device_type) for spec in specs} == expected
     assert len({spec.key for spec in specs}) == len(specs)
     assert len({spec.source_key() for spec in specs}) == len(specs)
 
@@ -39,7 +40,7 @@ def test_source_key_changes_with_what_goes_in(tmp_path: Path, change: str) -> No
     assert spec.source_key() != before
 
 
-def test_source_key_of_one_module_ignores_the_other(tmp_path: Path) -> None:
+def test_source_key_of_one_module_ignores_the_others(tmp_path: Path) -> None:
     copy = shutil.copytree(CSRC, tmp_path / "csrc")
     before = {spec.key: spec.source_key() for spec in module_specs(copy)}
     (copy / "staged" / "extra.h").write_text("")

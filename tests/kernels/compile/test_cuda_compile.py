@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from hicache_kernels.build import read_record
-from hicache_kernels.spec import MODULE_NAMES
+from hicache_kernels.spec import TRANSFER_MODULES
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
-@pytest.mark.parametrize("name", MODULE_NAMES)
+@pytest.mark.parametrize("name", TRANSFER_MODULES)
 def test_module_alone_compiles_without_warnings_and_exports_what_the_cpu_build_does(
     name: str, compiled: Callable[..., Path], entry_points: Callable[[Path], set[str]]
 ) -> None:

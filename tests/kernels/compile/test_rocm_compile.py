@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import needs
 
 from hicache_kernels.build import include_flags
-from hicache_kernels.spec import MODULE_NAMES, ModuleSpec
+from hicache_kernels.spec import TRANSFER_MODULES, ModuleSpec
 
 ARCHS = ("gfx90a", "gfx942")
 STREAMING = {"gfx90a": {"glc", "slc"}, "gfx942": {"nt"}}
@@ -89,7 +89,7 @@ def assemble(spec: ModuleSpec, source: Path, arch: str) -> str:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", MODULE_NAMES)
+@pytest.mark.parametrize("name", TRANSFER_MODULES)
 def test_each_width_streams_whole_vectors(name: str, arch: str, alone: Callable[[str, str], ModuleSpec]) -> None:
     spec = alone(name, "rocm")
     assert faults(assemble(spec, spec.sources[0], arch), arch) == []
@@ -132,7 +132,7 @@ def test_instruction_check_sees_narrow_and_plain_accesses(
     assert (found == []) if complaint is None else any(complaint in fault for fault in found), found
 
 
-@pytest.mark.parametrize("name", MODULE_NAMES)
+@pytest.mark.parametrize("name", TRANSFER_MODULES)
 def test_whole_module_links_with_hipcc_and_exports_what_the_cpu_build_does(
     name: str, compiled: Callable[..., Path], entry_points: Callable[[Path], set[str]]
 ) -> None:

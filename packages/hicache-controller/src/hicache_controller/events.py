@@ -35,17 +35,45 @@ class Signal(Event, Protocol):
         ...
 
 
+class _Latch:
+    """What threads wait for until it is opened, once; a transfer makes one a layer, so it costs little to make.
+
+    Invariant: the lock is held exactly until it is open, but for moments of those who have waited.
+    """
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let everybody go on; called by one thread at a time."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is open, at most ``timeout`` seconds; tell whether it is."""
+        if not self.is_open:
+            if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                return False
+            self._lock.release()
+        return True
+
+
 class HostSignal:
     """An event of CPU work; waiting for it blocks the thread, whatever the stream."""
 
     __slots__ = ("_fired",)
 
     def __init__(self) -> None:
-        self._fired = threading.Event()
+        self._fired = _Latch()
 
     def query(self) -> bool:
         """Tell whether it has fired."""
-        return self._fired.is_set()
+        return self._fired.is_open
 
     def wait(self, stream: Any = None) -> None:
         """Block until it has fired."""
@@ -57,7 +85,7 @@ class HostSignal:
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
         """Set it."""
-        self._fired.set()
+        self._fired.open()
 
 
 class CompletedEvent:
@@ -92,12 +120,12 @@ class StreamSignal:
     __slots__ = ("_events", "_queued")
 
     def __init__(self) -> None:
-        self._queued = threading.Event()
+        self._queued = _Latch()
         self._events: tuple[torch.cuda.Event, ...] = ()
 
     def query(self) -> bool:
         """Tell whether the work is queued and done."""
-        return self._queued.is_set() and all(_has_come(event) for event in self._events)
+        return self._queued.is_open and all(_has_come(event) for event in self._events)
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
@@ -116,13 +144,13 @@ class StreamSignal:
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
         """Stand for ``events``, or with None for what the current stream holds now; only the first call counts."""
-        if self._queued.is_set():
+        if self._queued.is_open:
             return
         try:
             self._events = (torch.cuda.current_stream().record_event(),) if events is None else tuple(events)
         finally:
             # Also where recording fails, as it does once a kernel has faulted: nobody may wait for ever.
-            self._queued.set()
+            self._queued.open()
 
 
 def _has_come(event: torch.cuda.Event) -> bool:

@@ -86,11 +86,12 @@ def _steps(count: int) -> Granules:
 
 @dataclass
 class _Counts:
-    """Uses of one place: ``counts[access][page]`` operations, and how many know no pages."""
+    """Uses of one place: ``counts[access][page]`` operations, their sum, and how many know no pages."""
 
     counts: dict[Access, npt.NDArray[np.int16]] = field(
         default_factory=lambda: {access: np.zeros(0, dtype=np.int16) for access in Access}
     )
+    total: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
     unknown: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
 
     def add(self, access: Access, granules: Granules | None, step: int) -> None:
@@ -104,15 +105,16 @@ class _Counts:
                 grown[: len(counts)] = counts
                 self.counts[access] = counts = grown
             counts[granules] += np.int16(step)
+            self.total[access] += step * len(granules)
 
     def busy(self, access: Access, granules: Granules) -> npt.NDArray[np.bool_]:
         if self.unknown[access]:
             return np.ones(len(granules), dtype=np.bool_)
-        counts = self.counts[access]
-        if not len(counts):
+        if not self.total[access]:
             return np.zeros(len(granules), dtype=np.bool_)
+        counts = self.counts[access]
         inside = granules < len(counts)
-        return np.where(inside, counts[np.where(inside, granules, 0)] > 0, False)
+        return inside & (counts[np.where(inside, granules, 0)] > 0)
 
 
 class InFlight(Generic[Owner]):
@@ -206,13 +208,14 @@ class InFlight(Generic[Owner]):
                     same = np.array_equal(have, want) and np.array_equal(
                         counts.counts[access][have], expected[place].counts[access][want]
                     )
+                    same = same and counts.total[access] == expected[place].total[access]
                     if not same or counts.unknown[access] != expected[place].unknown[access]:
                         raise RuntimeError(f"the {access.value} counts of {place} are not those of the operations")
 
     @staticmethod
     def _touched(counts: _Counts, access: Access, granules: Granules | None) -> bool:
         if granules is None:
-            return bool(counts.unknown[access]) or bool((counts.counts[access] > 0).any())
+            return bool(counts.unknown[access] or counts.total[access])
         return bool(counts.busy(access, granules).any())
 
     @staticmethod

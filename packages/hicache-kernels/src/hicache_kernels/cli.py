@@ -39,16 +39,20 @@ def build(
     """Build modules ahead of time, one library a module and device type."""
     wanted = module or list(MODULE_NAMES)
     archs = [name.strip() for name in arch.split(",") if name.strip()]
+    specs = [spec for spec in module_specs() if spec.name in wanted]
     try:
-        group_archs(archs)
+        groups = group_archs(archs)
         if unknown := sorted(set(wanted) - set(MODULE_NAMES)):
             raise ValueError(f"module is {unknown[0]!r}; it must be one of {', '.join(MODULE_NAMES)}")
+        if not any(spec.device_type in groups for spec in specs):
+            raise ValueError(
+                f"arch is {arch!r}; it must name one that {' or '.join(wanted)} is built for, such as 'cpu'"
+            )
     except ValueError as error:
         errors.print(f"[red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(2) from error
     table = Table("module", "architectures", "seconds", "KiB", Column("library", overflow="fold"))
     failures = []
-    specs = [spec for spec in module_specs() if spec.name in wanted]
     try:
         with console.status("building"):
             for result in build_ahead(archs, out, specs=specs, jobs=jobs):

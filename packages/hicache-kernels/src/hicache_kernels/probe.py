@@ -77,6 +77,8 @@ class ModuleLoader:
         # Outcomes only grow; each is made under the lock of its key, so that two modules can build side by side.
         self._outcomes: dict[tuple[str, str], LoadOutcome] = {}
         self._locks = {key: threading.Lock() for key in self._specs}
+        self._starting = threading.Lock()
+        self._started: set[tuple[str, str]] = set()  # in the background
 
     def outcome(self, name: str, device_type: str) -> LoadOutcome:
         """Load the module unless that was tried before; never raises."""
@@ -88,11 +90,27 @@ class ModuleLoader:
             return self._conclude(key, LoadOutcome(None, f"no kernels for {device_type}"))
         spec = self._specs.get(key)
         if spec is None:
-            names = ", ".join(sorted({n for n, _ in self._specs}))
+            names = ", ".join(sorted({n for n, d in self._specs if d == device_type}))
             return self._conclude(key, LoadOutcome(None, f"no module named {name!r}; there are {names}"))
         with self._locks[key]:
             known = self._outcomes.get(key)
             return known if known is not None else self._conclude(key, self._attempt(spec))
+
+    def outcome_so_far(self, name: str, device_type: str) -> LoadOutcome | None:
+        """Outcome of the attempt to load a module, or None while there is none; returns at once.
+
+        The first call starts the attempt on a thread of its own, which does not keep the process from ending.
+        """
+        key = (name, device_type)
+        known = self._outcomes.get(key)
+        if known is None:
+            with self._starting:
+                if key not in self._started:
+                    self._started.add(key)
+                    threading.Thread(
+                        target=self.outcome, args=key, name=f"hicache-load-{name}-{device_type}", daemon=True
+                    ).start()
+        return known
 
     def _conclude(self, key: tuple[str, str], outcome: LoadOutcome) -> LoadOutcome:
         self._outcomes[key] = outcome
@@ -237,9 +255,10 @@ def load_module(name: str, device_type: str) -> tvm_ffi.Module | None:
     Parameters
     ----------
     name
-        ``"main"`` or ``"staged"``.
+        ``"main"``, ``"staged"`` or ``"files"``.
     device_type
-        ``"cpu"``, ``"cuda"`` or ``"rocm"``; see :func:`hicache_kernels.spec.module_device_type`.
+        ``"cpu"``, ``"cuda"`` or ``"rocm"``, for ``"files"`` only the first; see
+        :func:`hicache_kernels.spec.module_device_type`.
     """
     return LOADER.outcome(name, device_type).module
 
@@ -252,3 +271,8 @@ def unavailable_reason(name: str, device_type: str) -> str | None:
 def load_outcome(name: str, device_type: str) -> LoadOutcome:
     """Everything known about the attempt to load a module; makes it if there was none."""
     return LOADER.outcome(name, device_type)
+
+
+def load_outcome_so_far(name: str, device_type: str) -> LoadOutcome | None:
+    """Everything known about the attempt to load a module, or None while it goes on; starts it, and never waits."""
+    return LOADER.outcome_so_far(name, device_type)

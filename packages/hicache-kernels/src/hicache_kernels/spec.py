@@ -11,8 +11,11 @@ import torch
 CSRC = Path(__file__).resolve().parent / "csrc"
 """Sources shipped inside the package."""
 
-MODULE_NAMES = ("main", "staged")
-"""Modules, each compiled apart from the others."""
+TRANSFER_MODULES = ("main", "staged")
+"""Modules that move rows, for every device type."""
+
+MODULE_NAMES = (*TRANSFER_MODULES, "files")
+"""Modules, each compiled apart from the others; ``files`` reads files, and has nothing to do with a device."""
 
 DEVICE_TYPES = ("cpu", "cuda", "rocm")
 """Device types with kernels."""
@@ -40,7 +43,7 @@ class ModuleSpec:
     Attributes
     ----------
     name
-        ``"main"`` or ``"staged"``.
+        ``"main"``, ``"staged"`` or ``"files"``.
     device_type
         ``"cpu"``, ``"cuda"`` or ``"rocm"``.
     sources
@@ -95,7 +98,7 @@ class ModuleSpec:
 
 
 def module_specs(csrc: Path = CSRC) -> tuple[ModuleSpec, ...]:
-    """Specs of every module and device type over the sources in ``csrc``."""
+    """Specs of every module, and of those that move rows for every device type, over the sources in ``csrc``."""
     return tuple(
         ModuleSpec(
             name=name,
@@ -105,7 +108,7 @@ def module_specs(csrc: Path = CSRC) -> tuple[ModuleSpec, ...]:
             flags=_FLAGS[device_type],
         )
         for name in MODULE_NAMES
-        for device_type in DEVICE_TYPES
+        for device_type in (DEVICE_TYPES if name in TRANSFER_MODULES else ("cpu",))
     )
 
 

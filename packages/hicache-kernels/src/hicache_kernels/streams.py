@@ -7,7 +7,7 @@ import functools
 import torch
 
 from .probe import load_module
-from .spec import MODULE_NAMES, module_device_type
+from .spec import TRANSFER_MODULES, module_device_type
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     torch.cuda.Stream
         One of the process's own; one of torch's where there is no compiled module to make it.
     """
-    modules = (load_module(name, module_device_type(device)) for name in MODULE_NAMES)
+    modules = (load_module(name, module_device_type(device)) for name in TRANSFER_MODULES)
     module = next((module for module in modules if module is not None), None)
     if module is None:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

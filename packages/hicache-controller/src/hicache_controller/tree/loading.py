@@ -92,10 +92,7 @@ class TreeLoads(TreeTransfers):
 
         The match it returns replaces the one given.
         """
-        started = self.start_prefetch(match)
-        if started.operation is not None:
-            started.operation.wait()
-        return self.finish_prefetch(started)
+        return self.finish_prefetch(self.start_prefetch(match), wait=True)
 
     def start_prefetch(self, match: Match) -> Prefetching:
         """Start to bring the pages behind the match from storage to the host.
@@ -123,18 +120,23 @@ class TreeLoads(TreeTransfers):
         """Tell whether, by the controller's prefetch policy, the request may go on."""
         return started.operation is None or self.controller.prefetch_ready(started.operation)
 
-    def finish_prefetch(self, started: Prefetching) -> Match:
-        """End a prefetch as the policy says; the match it returns has what came, and replaces the one it began with."""
+    def finish_prefetch(self, started: Prefetching, *, wait: bool = False) -> Match:
+        """End a prefetch as the policy says, or with ``wait`` once everything has come.
+
+        The match it returns has what came, and replaces the one it began with.
+        """
         match, operation = started.match, started.operation
         if operation is None:
             return match
-        self._prefetches.discard(started)
+        if wait:
+            operation.wait()
         got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
         if started.transfers and got < room:
             got = 0
         if got < room:
             self._free_host(started.slots[got * self.page_size :], started.transfers)
         longer = self._adopt_prefetched(started, got) if got else None
+        self._prefetches.discard(started)
         self._unlock_host(match.node)
         if longer is None:
             return match

@@ -16,9 +16,9 @@ _PROGRAM = """
 import os, sys, time
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
 from hicache_kernels.probe import load_outcome
-from hicache_kernels.spec import MODULE_NAMES
+from hicache_kernels.spec import TRANSFER_MODULES
 start = time.perf_counter()
-outcomes = [load_outcome(name, sys.argv[1]) for name in MODULE_NAMES]
+outcomes = [load_outcome(name, sys.argv[1]) for name in TRANSFER_MODULES]
 print(time.perf_counter() - start if all(o.origin == "built" for o in outcomes) else "nan")
 """
 

@@ -17,7 +17,7 @@ from .. import calibrate
 from ..layout import HostLayout
 from ..planner import DeviceConstants
 from ..probe import load_outcome
-from ..spec import MODULE_NAMES, module_device_type
+from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
 from .builds import cold_build_seconds
 from .cases import SHAPES, Case, Pattern, Shape
@@ -204,7 +204,7 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 def _modules(device: torch.device) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in MODULE_NAMES:
+    for name in TRANSFER_MODULES:
         outcome = load_outcome(name, module_device_type(device))
         found[name] = {"origin": outcome.origin, "seconds": outcome.seconds, "reason": outcome.reason}
     return found

@@ -66,11 +66,21 @@ def model_fingerprint(model: Any, model_id: str, *, revision: str | None, page_s
 
 def weights_mark(model: Any) -> int:
     """Return a number that changes when a parameter is replaced, or written in a way that autograd notices."""
-    return hash(tuple((tensor.data_ptr(), _version(tensor), tensor.dtype) for _, tensor in _weights(model)))
+    # Every session pays for this: one pass over the modules, and no names.
+    marks = [
+        (tensor.data_ptr(), _version(tensor), tensor.dtype)
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+    return hash(tuple(marks))
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors have none
+        return 0
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

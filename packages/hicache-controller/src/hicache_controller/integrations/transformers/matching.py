@@ -65,12 +65,14 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
         step = max(1, STORAGE_STEP_BYTES // int(tiers.controller.storage_host_pool.page_bytes))
         end = match.pages
         while row.match.pages == end < limit:
-            row.match = tree.load_back(row.match, wait=False)
             end = min(end + step, limit)
-            following = tree.match_prefix(key.hashes[:end], namespace=namespace)
-            tree.release(row.match)
-            row.match = following
-            row.match = tree.prefetch(following)
+            coming = tree.start_prefetch(tree.match_prefix(key.hashes[:end], namespace=namespace))
+            try:
+                row.match = tree.load_back(row.match, wait=False)
+            finally:
+                longer = tree.finish_prefetch(coming, wait=True)
+                before, row.match = row.match, longer
+                tree.release(before)
     if tiers.windowed:
         row.shared = tree.known_pages(key.hashes[:limit]) * size
     return Hit(0, device * size, host * size, (row.match.pages - device - host) * size)

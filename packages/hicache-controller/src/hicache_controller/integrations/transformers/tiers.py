@@ -28,8 +28,8 @@ from ...storage_worker import PrefetchPolicy
 from ...tree import UnifiedRadixCache, WindowComponent
 from .model_layout import AttentionShape, ModelLayout, StatesShape
 
-PAGE_ROW_BYTES = 32 << 10
-"""Bytes of keys a layer and page should have: a copy that wide runs at the speed of the bus."""
+PAGE_ROW_BYTES = 64 << 10
+"""Bytes of keys a layer and page should have: a copy that wide runs at the speed of the bus, beside compute too."""
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 

@@ -1,0 +1,2 @@
+// Files module, CPU only.
+#include "entry.h"
