@@ -1,14 +1,22 @@
-"""A small stack of pools, allocator and controller; transfers and storage can be held at a gate or made to fail."""
+"""What several modules here need: a stack of pools, allocator and controller behind gates, and a Mooncake master."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
 import secrets
+import signal
+import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.conftest import needs
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage.memory import MemoryStorage
@@ -248,3 +256,75 @@ def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
         assert not thread.is_alive()
         if errors:
             raise errors[0]
+
+
+class Master:
+    """A real mooncake_master on loopback, at ports of its own."""
+
+    def __init__(self, binary: Path) -> None:
+        self.binary = binary
+        with socket.socket() as rpc, socket.socket() as metrics:
+            rpc.bind(("127.0.0.1", 0))
+            metrics.bind(("127.0.0.1", 0))
+            self.port, self.metrics = rpc.getsockname()[1], metrics.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Master:
+        ports = [f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics}"]
+        others = ["--metrics_host=127.0.0.1", "--rpc_thread_num=2", "--logtostderr"]
+        self.process = subprocess.Popen(
+            [self.binary, *ports, *others], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while True:
+            assert self.process.poll() is None, "mooncake_master ended"
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return self
+            except ConnectionRefusedError:
+                pass
+
+    def stop(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def mooncake_master() -> Path:
+    """Path of the program."""
+    for library in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1"):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            needs(False, f"{library} is not installed, which Mooncake needs")
+    found = importlib.util.find_spec("mooncake")
+    needs(found is not None, "a mooncake-transfer-engine wheel is not installed")
+    path = Path(found.submodule_search_locations[0]) / "mooncake_master"
+    needs(os.access(path, os.X_OK), f"{path} is not there or not executable")
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared_master(mooncake_master: Path) -> Iterator[Master]:
+    """One that runs, for all tests of a module."""
+    master = Master(mooncake_master).start()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def own_master(mooncake_master: Path) -> Iterator[Master]:
+    """One that the test starts."""
+    master = Master(mooncake_master)
+    yield master
+    master.kill()

@@ -323,7 +323,7 @@ def test_every_pool_survives_in_storage(make_hybrid, synchronous):
     stack = make_hybrid(synchronous=synchronous)
     stack.controller.attach_storage_backend(MemoryStorage())
     keys, rows, ack = stored(stack)
-    assert (ack.stored_pages, ack.error) == (3, None)
+    assert (ack.stored_pages, ack.error, ack.pool_pages) == (3, None, {"mamba": 1})
     assert stack.controller.storage_exists([*keys, bytes(16)], pool_transfers=[state_of(keys)]) == 3
     host, states = stack.group.alloc(3 * PAGE), stack.group.alloc(1, "mamba")
     transfer = state_of(keys, states)
@@ -368,6 +368,26 @@ def test_a_sidecar_page_that_is_not_stored_ends_the_prefix_of_all(make_hybrid, m
     (ack,) = stack.controller.poll_backups(wait=True)
     assert ack.stored_pages == 1
     assert "1 of 2 pages" in str(ack.error)
+
+
+def test_an_ack_tells_how_many_of_the_last_pages_of_each_pool_are_stored(make_hybrid, monkeypatch):
+    stack = make_hybrid()
+    storage = MemoryStorage()
+    store = storage.batch_set
+
+    def without_second_state(keys, host_indices, *, name="kv", parents=None):
+        stored = store(keys, host_indices, name=name, parents=parents)
+        return [ok and (name, key) != ("mamba", bytes([1] * 16)) for ok, key in zip(stored, keys, strict=True)]
+
+    monkeypatch.setattr(storage, "batch_set", without_second_state)
+    stack.controller.attach_storage_backend(storage)
+    host, states, _ = stack.written(2, 2)
+    keys = [bytes([n] * 16) for n in range(2)]
+    transfer = PoolTransfer("mamba", states, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    stack.controller.backup(host, keys, node_id=1, pool_transfers=[transfer])
+    (ack,) = stack.controller.poll_backups(wait=True)
+    assert (ack.stored_pages, ack.pool_pages) == (2, {"mamba": 1})
+    assert "pool mamba" in str(ack.error)
 
 
 def test_storage_transfers_that_do_not_fit_raise(make_hybrid):

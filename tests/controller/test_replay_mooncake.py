@@ -14,27 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.controller.storage import test_mooncake
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-binary = test_mooncake.binary
 
 
 @pytest.fixture
-def store(binary: Path) -> Iterator[str]:
+def store(own_master: Any) -> Iterator[str]:
     """Run a master, and a client that lends the store memory, for as long as a test; its address."""
-    master = test_mooncake.Master(binary)
+    address = own_master.start().address
     client = None
     try:
-        master.start()
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
         client = subprocess.Popen(
             [
-                binary.with_name("mooncake_client"),
+                own_master.binary.with_name("mooncake_client"),
                 "--host=127.0.0.1",
-                f"--master_server_address={master.address}",
+                f"--master_server_address={address}",
                 "--metadata_server=P2PHANDSHAKE",
                 "--protocol=tcp",
                 "--global_segment_size=512MB",
@@ -51,12 +48,11 @@ def store(binary: Path) -> Iterator[str]:
                 break
             except ConnectionRefusedError:
                 pass
-        yield master.address
+        yield address
     finally:
         if client is not None:
             client.kill()
             client.wait()
-        master.kill()
 
 
 def replay(arguments: list[str], master: str, figures: Path) -> tuple[str, dict[str, Any]]:

@@ -1,12 +1,9 @@
 """MooncakeStorage against a real mooncake_master on loopback, with clients in other processes."""
 
-import ctypes
 import importlib.util
 import itertools
 import logging
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,79 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import needs
 
 from hicache_controller.storage import Fingerprint, StorageBackendFactory, mooncake
 from hicache_controller.storage.mooncake import MooncakeStorage
 from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, NullPoolHost, PoolHitPolicy, PoolTransfer
 
 PROGRAM = Path(__file__).parent / "mooncake_program.py"
-
-
-@pytest.fixture(scope="module")
-def binary():
-    """Path of mooncake_master."""
-    for library in ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1"):
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            needs(False, f"{library} is not installed, which Mooncake needs")
-    found = importlib.util.find_spec("mooncake")
-    needs(found is not None, "a mooncake-transfer-engine wheel is not installed")
-    path = Path(found.submodule_search_locations[0]) / "mooncake_master"
-    needs(os.access(path, os.X_OK), f"{path} is not there or not executable")
-    return path
-
-
-class Master:
-    def __init__(self, binary):
-        self.binary = binary
-        with socket.socket() as rpc, socket.socket() as metrics:
-            rpc.bind(("127.0.0.1", 0))
-            metrics.bind(("127.0.0.1", 0))
-            self.port, self.metrics = rpc.getsockname()[1], metrics.getsockname()[1]
-        self.address = f"127.0.0.1:{self.port}"
-        self.process = None
-
-    def start(self):
-        ports = [f"--rpc_port={self.port}", "--rpc_address=127.0.0.1", f"--metrics_port={self.metrics}"]
-        others = ["--metrics_host=127.0.0.1", "--rpc_thread_num=2", "--logtostderr"]
-        self.process = subprocess.Popen(
-            [self.binary, *ports, *others], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        while True:
-            assert self.process.poll() is None, "mooncake_master ended"
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return self
-            except ConnectionRefusedError:
-                pass
-
-    def stop(self):
-        os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self):
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-
-@pytest.fixture(scope="module")
-def shared_master(binary):
-    master = Master(binary).start()
-    yield master
-    master.kill()
-
-
-@pytest.fixture
-def own_master(binary):
-    master = Master(binary)
-    yield master
-    master.kill()
 
 
 class Clock:
@@ -254,12 +184,12 @@ def test_pages_come_back_and_are_counted(storage, fake_pool, new_keys):
 def test_pages_that_are_asked_for_and_gone_are_told(storage, fake_pool, new_keys):
     pool, keys, told = fake_pool(), new_keys(4), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(told.extend)
+    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
     assert all(storage.batch_set(keys, pool.slots(range(4))))
     storage._client.call_in_time("batch_remove", [storage.object_name(key) for key in keys[1:3]], True)
     assert told == []
     assert storage.batch_get(keys, pool.slots(range(4))) == [True, False, False, True]
-    assert told == keys[1:3]
+    assert told == [("kv", key) for key in keys[1:3]]
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -344,7 +274,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
 ):
     pool, keys, told = fake_pool(parts=2), new_keys(3), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(told.extend)
+    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
     contents = pool.fill(range(3))
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     names = [storage.object_name(key) for key in keys]
@@ -353,7 +283,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
     assert storage._client.call("remove", names[1], True) == 0
     assert storage._client.call("put", names[1], wrong) == 0
     assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True, False, True]
-    assert told == [keys[1]]
+    assert told == [("kv", keys[1])]
     assert [pool.read(10), pool.read(12)] == [contents[0], contents[2]]
     stats = storage.stats()
     assert (getattr(stats, counter), stats.misses, stats.read_errors) == (1, 1, 0)
@@ -577,7 +507,7 @@ def test_threads_store_and_load_at_once(storage, fake_pool, new_keys):
     assert not wrong
 
 
-def test_wrong_arguments_say_so(binary, storage, fake_pool, fresh):
+def test_wrong_arguments_say_so(storage, fake_pool, fresh):
     for options, message in [
         ({"master": "somewhere"}, "master is 'somewhere'"),
         ({"segment_bytes": -1}, "segment_bytes is -1"),

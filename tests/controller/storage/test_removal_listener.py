@@ -1,5 +1,6 @@
-"""What a storage tells of the pages it removes on its own, or finds removed."""
+"""What a storage tells of the parts of pages it removes on its own, or finds removed."""
 
+import contextlib
 import os
 import shutil
 import threading
@@ -34,10 +35,16 @@ def open_storage(request, tmp_path, fingerprint):
 
 
 def listening(storage, pool):
-    """Register the pool and collect what is told."""
-    told = []
-    storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(lambda keys: told.extend(keys))
+    """Register the pool as ``kv`` and collect the keys told of it."""
+    return listening_to_all(storage, kv=pool)["kv"]
+
+
+def listening_to_all(storage, **pools):
+    """Register pools and collect the keys told of each."""
+    told = {name: [] for name in pools}
+    for name, pool in pools.items():
+        storage.register_mem_pool_host(pool, name)
+    storage.set_removal_listener(lambda keys, name: told[name].extend(keys))
     return told
 
 
@@ -68,7 +75,7 @@ def test_the_listener_may_use_the_storage_and_other_threads_may_meanwhile(open_s
     storage.register_mem_pool_host(pool)
     seen = []
 
-    def ask(removed):
+    def ask(removed, name):
         thread = threading.Thread(target=lambda: seen.append((removed, storage.batch_exists(keys), storage.stats())))
         thread.start()
         thread.join(timeout=20)
@@ -85,14 +92,14 @@ def test_what_the_listener_raises_stays_with_it(open_storage, fake_pool, new_key
     storage, pool, keys = open_storage(), fake_pool(), new_keys(3)
     storage.register_mem_pool_host(pool)
 
-    def fail(_):
+    def fail(keys, name):
         raise LookupError("listener")
 
     storage.set_removal_listener(fail)
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     storage.clear()
     assert storage.stats().pages == 0
-    assert "removal listener failed on 3 keys" in caplog.text
+    assert "removal listener failed on 3 keys of pool kv" in caplog.text
     storage.set_removal_listener(None)
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     storage.clear()
@@ -105,16 +112,20 @@ def test_a_second_listener_is_refused_until_the_first_is_let_go(open_storage, fa
     storage = FaultyStorage(storage) if wrapped else storage
     storage.register_mem_pool_host(pool)
     first, second = [], []
-    storage.set_removal_listener(first.extend)
-    storage.set_removal_listener(first.extend)
+
+    def tell_first(told, name):
+        first.extend(told)
+
+    storage.set_removal_listener(tell_first)
+    storage.set_removal_listener(tell_first)
     with pytest.raises(RuntimeError, match=r"callback is .*; set_removal_listener\(None\) must come first"):
-        storage.set_removal_listener(second.append)
+        storage.set_removal_listener(lambda told, name: second.extend(told))
     storage.batch_set(keys, pool.slots(range(2)))
     storage.clear()
     assert sorted(first) == sorted(keys)
     assert second == []
     storage.set_removal_listener(None)
-    storage.set_removal_listener(second.extend)
+    storage.set_removal_listener(lambda told, name: second.extend(told))
     storage.batch_set(keys, pool.slots(range(2)))
     storage.clear()
     assert (len(first), sorted(second)) == (2, sorted(keys))
@@ -135,30 +146,63 @@ def test_a_damaged_page_is_told_once(tmp_path, fingerprint, fake_pool, new_keys)
     storage.close()
 
 
-def test_a_page_of_which_one_pool_lost_its_part_is_told(tmp_path, fingerprint, fake_pool, new_keys):
-    storage, pool, state, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), fake_pool(), new_keys(2)
-    told = listening(storage, pool)
-    storage.register_mem_pool_host(state, "mamba")
-    for name in ("kv", "mamba"):
+def test_parts_that_leave_are_told_by_pool(open_storage, fake_pool, new_keys):
+    storage, pool = open_storage(16), fake_pool()
+    told = listening_to_all(storage, kv=pool, mamba=pool)
+    heads, tails = [], []
+    for _ in range(12):
+        head, tail = new_keys(2)
+        assert all(storage.batch_set([head, tail], pool.slots([0, 1]), parents=[None, head]))
+        assert all(storage.batch_set([tail], pool.slots([1]), parents=[head], name="mamba"))
+        heads.append(head)
+        tails.append(tail)
+        for name, stored in (("kv", heads + tails), ("mamba", tails)):
+            there = {key for key in stored if storage.batch_exists([key], name=name)}
+            assert set(told[name]) == set(stored) - there
+            assert len(told[name]) == len(set(told[name]))
+    assert told["mamba"]
+    told["kv"].clear()
+    told["mamba"].clear()
+    left = {name: {key for key in heads + tails if storage.batch_exists([key], name=name)} for name in told}
+    storage.clear()
+    assert {name: set(keys) for name, keys in told.items()} == left
+
+
+def test_a_part_that_is_gone_is_told_of_its_pool_alone(tmp_path, fingerprint, fake_pool, new_keys):
+    storage, pool, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), new_keys(2)
+    told = listening_to_all(storage, kv=pool, mamba=fake_pool())
+    for name in told:
         assert all(storage.batch_set(keys, pool.slots([0, 1]), name=name))
     os.unlink(storage.page_path(keys[1], "mamba"))
     assert storage.batch_exists(keys, name="mamba") == 1
-    assert told == [keys[1]]
+    assert told == {"kv": [], "mamba": [keys[1]]}
     assert storage.batch_exists(keys) == 2
     storage.close()
 
 
+def test_parts_of_other_pools_than_are_registered_are_not_told(tmp_path, fingerprint, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(2)
+    with contextlib.closing(FileStorage(tmp_path, fingerprint=fingerprint)) as before:
+        for name in ("kv", "mamba"):
+            before.register_mem_pool_host(pool, name)
+            assert all(before.batch_set(keys, pool.slots([0, 1]), name=name))
+    storage = FileStorage(tmp_path, fingerprint=fingerprint)
+    told = listening_to_all(storage, kv=pool, swa=fake_pool(), mamba=fake_pool(layers=3))
+    storage.clear()
+    assert {name: sorted(removed) for name, removed in told.items()} == {"kv": sorted(keys), "swa": [], "mamba": []}
+    storage.close()
+
+
 def test_what_a_lookup_noticed_is_told_though_it_fails_at_a_later_pool(tmp_path, fingerprint, fake_pool, new_keys):
-    storage, pool, state, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), fake_pool(), new_keys(3)
-    told = listening(storage, pool)
-    storage.register_mem_pool_host(state, "mamba")
-    for name in ("kv", "mamba"):
+    storage, pool, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), new_keys(3)
+    told = listening_to_all(storage, kv=pool, mamba=fake_pool())
+    for name in told:
         assert all(storage.batch_set(keys, pool.slots(range(3)), name=name))
     os.unlink(storage.page_path(keys[1], "mamba"))
     needed = [PoolTransfer(name, hit_policy=PoolHitPolicy.TRAILING_PAGES) for name in ("mamba", "swa")]
     with pytest.raises(KeyError, match="swa"):
         storage.batch_exists_pools(keys, needed)
-    assert told == [keys[1]]
+    assert told == {"kv": [], "mamba": [keys[1]]}
     storage.close()
 
 
@@ -216,4 +260,22 @@ def test_a_removed_directory_is_told_when_it_is_made_again(tmp_path, fingerprint
     now[0] += 100
     assert all(storage.batch_set(later, pool.slots(range(2))))
     assert sorted(told) == sorted(keys)
+    storage.close()
+
+
+def test_parts_that_are_in_a_directory_made_again_are_not_told(tmp_path, fingerprint, fake_pool, new_keys):
+    now = [0.0]
+    storage = FileStorage(tmp_path / "s", fingerprint=fingerprint, clock=lambda: now[0])
+    pool, keys = fake_pool(), new_keys(2)
+    told = listening_to_all(storage, kv=pool, mamba=fake_pool())
+    for name in told:
+        assert all(storage.batch_set(keys, pool.slots(range(2)), name=name))
+    shutil.rmtree(tmp_path / "s")
+    assert not any(storage.batch_set(new_keys(1), pool.slots([0])))
+    with contextlib.closing(FileStorage(tmp_path / "s", fingerprint=fingerprint)) as other:
+        other.register_mem_pool_host(pool)
+        assert all(other.batch_set(keys, pool.slots(range(2))))
+    now[0] += 100
+    assert all(storage.batch_set(new_keys(1), pool.slots([0])))
+    assert {name: sorted(removed) for name, removed in told.items()} == {"kv": [], "mamba": sorted(keys)}
     storage.close()

@@ -39,6 +39,16 @@ def keys_of(words: Sequence[int]) -> list[bytes]:
     return [key(tuple(words[: i + 1])) for i in range(len(words))]
 
 
+class Clock:
+    """Stands still, so that a pause lasts until the test ends it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Gate:
     """Holds calls of one method of an object until it is opened; makes them fail while ``failing``.
 
@@ -277,6 +287,35 @@ class Model:
         self.gates.append(gate)
         return gate
 
+    # Storage
+
+    def in_storage(self, keys: Sequence[bytes], *pools: str) -> list[int]:
+        """How many of some pages storage has, by pool."""
+        return [sum(self.storage._present(self.storage._pools[pool], keys, leading=False)) for pool in pools]
+
+    def lose(self, lost: bytes, *pools: str) -> None:
+        """Take a page, or its parts of some pools, out of a memory storage, as if found damaged."""
+        storage = self.storage
+        with storage._lock:
+            for pool in pools or tuple(storage._bytes):
+                if storage._bytes[pool].pop(lost, None) is not None:
+                    storage._index.remove_part(lost, pool)
+                    storage._note_removed((lost,), pool)
+        storage._tell_removed()
+
+    def refuse(self, name: str, refused: bytes) -> Callable[[], None]:
+        """Let storage not take one part of a page; returns how to let it again."""
+        store = self.storage._store
+
+        def store_but(pool: Any, *jobs: Any) -> list[bool]:
+            return [
+                (pool.name, key) != (name, refused) and store(pool, [key], *([each] for each in job))[0]
+                for key, *job in zip(*jobs, strict=True)
+            ]
+
+        self.storage._store = store_but
+        return lambda: setattr(self.storage, "_store", store)
+
     def close(self) -> None:
         for gate in self.gates:
             gate.open()
@@ -315,3 +354,8 @@ def memory_storage() -> MemoryStorage:
 @pytest.fixture(name="keys_of")
 def keys_of_fixture() -> Callable[[Sequence[int]], list[bytes]]:
     return keys_of
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

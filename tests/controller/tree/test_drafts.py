@@ -11,7 +11,13 @@ import torch
 from hicache_controller.controller import HiCacheController
 from hicache_controller.hybrid import SidecarPoolSpec
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.tree import UnifiedRadixCache, maybe_register_hicache_draft, register_hicache_draft_pools
+from hicache_controller.tree import (
+    CacheEvent,
+    Change,
+    UnifiedRadixCache,
+    maybe_register_hicache_draft,
+    register_hicache_draft_pools,
+)
 from hicache_pools import (
     ExtentAllocator,
     HostPoolGroup,
@@ -83,6 +89,63 @@ def test_draft_on_the_windows_slots_moves_with_the_window(make_model: MakeModel,
         model.verify("draft", keys[1:], model.cache.window_page_numbers(match, "swa"))
         model.cache.release(match)
     model.empty()
+
+
+@pytest.mark.parametrize("source", ["kv", "swa"])
+def test_source_of_a_draft_whose_part_left_storage_is_told_as_gone_and_stored_again_with_it(
+    make_model: MakeModel, keys_of: KeysOf, source: str
+) -> None:
+    events: list[CacheEvent] = []
+    model = make_model(windows=(8, 8), storage=MemoryStorage(), listener=events.append)
+    pages = model.sizes[source]
+    register_hicache_draft_pools(model.cache, entry=draft_entry(model, *pages), indices_from_pool=source)
+    keys = keys_of((1, 2, 3))
+    model.serve((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys, "kv", "swa", "draft") == [3, 2, 3 if source == "kv" else 2]
+    events.clear()
+    model.storage._note_removed(keys, "of_nobody_here")
+    model.lose(keys[1], "draft")
+    model.cache.poll()
+    model.lookup((1, 2, 3))
+    model.cache.drain()
+    assert [(event.change, event.pool, event.keys) for event in events] == [
+        (change, source, (keys[1],)) for change in (Change.REMOVED, Change.STORED)
+    ]
+    assert model.in_storage(keys, "draft") == [3 if source == "kv" else 2]
+    model.empty()
+
+
+@pytest.mark.parametrize("refused", ["swa", "draft"])
+def test_window_is_stored_again_where_storage_did_not_take_it_or_its_draft(
+    make_model: MakeModel, keys_of: KeysOf, clock: Any, refused: str
+) -> None:
+    model = make_model(windows=(8, 8), storage=MemoryStorage(), clock=clock)
+    register_hicache_draft_pools(model.cache, entry=draft_entry(model, 8, 8), indices_from_pool="swa")
+    keys = keys_of((1, 2, 3))
+    take_again = model.refuse(refused, keys[1])
+    model.serve((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys, "swa", "draft") == ([1, 2] if refused == "swa" else [2, 1])
+    take_again()
+    clock.now += 1
+    model.lookup((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys, "swa", "draft") == [2, 2]
+    model.empty()
+
+
+def test_removals_reach_an_anchor_of_another_name(make_model: MakeModel, keys_of: KeysOf) -> None:
+    entry = PoolEntry("full", NullPoolHost(8, 2), None, lambda layer: layer, is_primary_index_anchor=True)
+    controller = HiCacheController(HostPoolGroup([entry]))
+    storage = MemoryStorage()
+    controller.attach_storage_backend(storage)
+    tree = UnifiedRadixCache(controller, ExtentAllocator(4, 2), page_size=2)
+    storage._note_removed(keys_of((1, 2)), "kv")
+    storage._tell_removed()
+    tree.poll()
+    assert tree._presence.lacks_any("full", keys_of((1,)))
+    controller.shutdown()
 
 
 @pytest.mark.parametrize(

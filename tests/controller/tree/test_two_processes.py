@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.controller.storage.test_mooncake import Master, binary  # noqa: F401  (a fixture)
 
 PROGRAM = Path(__file__).parent / "prefill_decode_program.py"
 
@@ -44,14 +44,7 @@ def test_decode_process_loads_what_the_prefill_process_stored(tmp_path: Path, wo
         assert found == 6
 
 
-@pytest.fixture
-def master(binary: Path) -> Iterator[Master]:  # noqa: F811  (the fixture)
-    running = Master(binary).start()
-    yield running
-    running.kill()
-
-
-def test_decode_process_loads_over_mooncake_while_the_prefill_process_lives(master: Master, words: list[int]) -> None:
-    storage = f"mooncake:{master.address}"
+def test_decode_process_loads_over_mooncake_while_the_prefill_process_lives(own_master: Any, words: list[int]) -> None:
+    storage = f"mooncake:{own_master.start().address}"
     with process("prefill", storage, words) as stored, process("decode", storage, words) as found:
         assert (stored, found) == (0, 6)

@@ -1,36 +1,26 @@
-"""HiCacheController: queues, merges and acks the transfers of a model's pools, and feeds storage."""
+"""HiCacheController: transfers of a model's pages between device and host, and on to storage and back."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.pool_transfer import PoolName, PoolTransfer
+from hicache_pools.pool_transfer import PoolTransfer
 
-from .agreement import Agreement
-from .device_slots import DeviceSlots
-from .events import COMPLETED, Event
-from .host_slots import HostSlots
-from .in_flight import Access, InFlight, Place, Side, Use, page_granules
-from .indices import check_indices, device_slot_count, own_indices
-from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
-from .layer_map import LayerPlan, layer_plan
+from .in_flight import Access, Place, Side, Use, page_granules
+from .indices import own_indices
 from .metrics import Metrics
-from .operation_queue import OperationQueue, StartedOperation
-from .operations import Ack, CacheOperation, StorageAck
+from .operations import StorageAck
 from .storage_link import StorageLink, StorageSettings
 from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
-from .transfer_engine import L2TransferEngine
-from .transfer_handle import Direction, Guards, L2Transfer, TransferHandle, source_error
+from .transfer_controller import TransferController
+from .transfer_handle import Guards
 
 
-class HiCacheController:
+class HiCacheController(TransferController):
     """Transfers of the anchor's pages between device, host and storage.
 
     Slots are the caller's once an operation is acked without an error. Until then they are in flight; of an operation
@@ -93,19 +83,16 @@ class HiCacheController:
         metrics: Metrics | None = None,
         guards: Guards | None = None,
     ) -> None:
-        self.mem_pool_host = self.host_group = host_group
-        self.metrics = metrics if metrics is not None else Metrics()
-        self.io_backend = io_backend
-        self.write_block_quota = write_block_quota
-        self.load_block_quota = load_block_quota
-        self._plan = self._layer_plan()
-        self.layer_done_counter = LayerDoneCounter(self._plan.layers)
-        self.engine = L2TransferEngine(
-            _device_of(host_group), synchronous=synchronous, metrics=self.metrics, guards=guards
-        )
-        self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
-        self._host_slots = HostSlots(
-            host_group, self._users_of_host, self._any_in_flight, guards=self.engine.guards, metrics=self.metrics
+        super().__init__(
+            host_group,
+            synchronous=synchronous,
+            io_backend=io_backend,
+            write_block_quota=write_block_quota,
+            load_block_quota=load_block_quota,
+            distributed_group=distributed_group,
+            distributed_timeout=distributed_timeout,
+            metrics=metrics,
+            guards=guards,
         )
         self.storage = StorageLink(
             self.engine,
@@ -113,61 +100,13 @@ class HiCacheController:
             settings=storage if storage is not None else StorageSettings(),
             synchronous=synchronous,
         )
-        self._lock = threading.RLock()
-        failures = self.engine.failures
-        self._writes = OperationQueue(
-            self._submit_write,
-            self._give_back_write,
-            self._finished,
-            self.agreement,
-            lambda error: failures.note(Direction.DEVICE_TO_HOST.words, error),
-        )
-        self._loads = OperationQueue(
-            self._submit_load,
-            self._give_back_load,
-            self._finished,
-            self.agreement,
-            lambda error: failures.note(Direction.HOST_TO_DEVICE.words, error),
-        )
-        self._device_slots = DeviceSlots(self.engine, self._writes, self._loads, self.start_writing)
-        self._closed = False
-        self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
-        self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
 
     # Pools
-
-    @property
-    def write_block_quota(self) -> int | None:
-        """Most CTAs of the write-backs started from now on."""
-        return self._write_block_quota
-
-    @write_block_quota.setter
-    def write_block_quota(self, quota: int | None) -> None:
-        self._write_block_quota = _checked_quota("write_block_quota", quota)
-
-    @property
-    def load_block_quota(self) -> int | None:
-        """Most CTAs of the load-backs started from now on."""
-        return self._load_block_quota
-
-    @load_block_quota.setter
-    def load_block_quota(self, quota: int | None) -> None:
-        self._load_block_quota = _checked_quota("load_block_quota", quota)
 
     @property
     def storage_host_pool(self) -> Any:
         """The anchor's physical host pool."""
         return self.host_group.anchor_entry.host_pool
-
-    @property
-    def page_size(self) -> int:
-        """Slots a page of the anchor."""
-        return self.host_group.page_size
-
-    @property
-    def layer_num(self) -> int:
-        """Layers that ``layer_done_counter`` counts: the model's, then those of packed drafts."""
-        return self._plan.layers
 
     def add_entry(self, entry: PoolEntry) -> None:
         """Add a pool to the group, and to the storage if one is attached.
@@ -177,190 +116,8 @@ class HiCacheController:
         ValueError, TypeError
             As :meth:`HostPoolGroup.add_entry`; or the layer mapper does not cover the pool, and nothing was changed.
         """
-        self._check_open()
-        layer_plan([entry])
-        self.host_group.add_entry(entry)
-        self._plan = self._layer_plan()
-        self.layer_done_counter.layers = self._plan.layers
+        super().add_entry(entry)
         self.storage.register_sidecar(str(entry.name), entry.host_pool)
-
-    # Writes
-
-    def write(
-        self, device_indices: torch.Tensor, *, node_id: int, ready_event: Event | None = None
-    ) -> torch.Tensor | None:
-        """Queue a write-back; :meth:`start_writing` starts it.
-
-        Parameters
-        ----------
-        device_indices
-            Integer slot indices ``[n]``, whole pages in order. On CPU they are checked and tracked slot by slot, and
-            copied: the tensor is the caller's again at once. On a device that would mean to wait for it, so transfers
-            of all slots are then assumed to meet, and the tensor must stay as it is until the ack.
-        node_id
-            Comes back in the ack.
-        ready_event
-            Event after which the rows are valid. By default: the work on the current stream at this call.
-
-        Returns
-        -------
-        torch.Tensor or None
-            The host slots, int64 ``[n]`` on CPU, in flight until the ack; None where the host pool has no room.
-
-        Raises
-        ------
-        ValueError
-            If the indices are no whole pages, or out of range.
-        RuntimeError
-            If the controller is closed, or the slots are those of a load that has not been started.
-        """
-        return self._write(device_indices, node_id, ready_event, ())
-
-    def start_writing(self) -> Ack | None:
-        """Start what is queued, merged into one transfer.
-
-        Returns
-        -------
-        Ack or None
-            Events to wait for, before the outcome is known: ``poll_writes`` will return the ack again, with its error
-            if it has one. None where nothing was queued.
-        """
-        self._check_open()
-        with self._lock:
-            started = self._writes.start()
-            return None if started is None else started.ack(started.operation.node_ids, started.submit_error)
-
-    def poll_writes(self, wait: bool = False) -> list[Ack]:
-        """Return the acks of the writes that are done, in the order they were started.
-
-        Parameters
-        ----------
-        wait
-            Block until at least one is done, where any was started.
-        """
-        with self._lock:
-            acks = self._writes.poll(wait)
-            self._host_slots.reap()
-            return acks
-
-    # Loads
-
-    def load(
-        self, host_indices: torch.Tensor, *, node_id: int, ready_event: Event | None = None
-    ) -> torch.Tensor | None:
-        """Queue a load-back; :meth:`start_loading` starts it.
-
-        Parameters
-        ----------
-        host_indices
-            Integer slot indices ``[n]`` on CPU, whole pages in order; copied, the tensor is the caller's again at once.
-        node_id
-            Comes back in the ack.
-        ready_event
-            Event after which the rows may be overwritten, besides the work on the current stream at
-            :meth:`start_loading`.
-
-        Returns
-        -------
-        torch.Tensor or None
-            The device slots, in flight until the ack; None where the device has no room. A tensor on a device must
-            stay as it is until then.
-
-        Raises
-        ------
-        ValueError
-            If the indices are no whole pages of the host pool, or were given back.
-        RuntimeError
-            If the controller is closed.
-        """
-        return self._load(host_indices, node_id, ready_event, ())
-
-    def start_loading(self) -> int:
-        """Start what is queued, merged into one transfer.
-
-        Returns
-        -------
-        int
-            Consumer id for ``layer_done_counter.set_consumer``; -1 where nothing was queued.
-        """
-        self._check_open()
-        with self._lock:
-            for operation in self._loads.waiting:
-                if not self._writes.waiting:
-                    break
-                # A write of these slots that only waits to be started has to go first.
-                self._start_writes_of(self._uses(operation, host=Access.READ))
-            started = self._loads.start()
-            if started is None:
-                return NOTHING_TO_WAIT_FOR
-            handle = started.handle
-            events: Sequence[Event] = (COMPLETED,) * self._plan.layers if handle is None else handle.layer_events
-            started.consumer = self.layer_done_counter.register(events, started.error)
-            return started.consumer
-
-    def poll_loads(self, wait: bool = False) -> list[Ack]:
-        """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
-        with self._lock:
-            acks = self._loads.poll(wait)
-            self._host_slots.reap()
-            return acks
-
-    # Cancel and evict
-
-    def cancel_write(self, node_id: int) -> bool:
-        """Cancel the node's writes, queued or running; see :meth:`cancel_load`."""
-        with self._lock:
-            return self._writes.cancel(node_id)
-
-    def cancel_load(self, node_id: int) -> bool:
-        """Cancel the node's loads, queued or running: no ack will name it, and the device slots go back.
-
-        The slots of a running one go back at the poll that sees it done.
-
-        Returns
-        -------
-        bool
-            Whether there was any.
-        """
-        with self._lock:
-            return self._loads.cancel(node_id)
-
-    def evict_device(self, device_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
-        """Give device slots of a pool (by default the anchor) back, behind the transfers that use them.
-
-        On CUDA the current stream waits for these, so that whoever gets the slots next and works behind that stream is
-        safe; on CPU the calling thread waits.
-
-        Returns
-        -------
-        int
-            Slots given back.
-
-        Raises
-        ------
-        ValueError
-            If the pool's entry has no ``device_free_fn``.
-        RuntimeError
-            If the slots are those of a load that has not been started.
-        """
-        with self._lock:
-            return self._device_slots.evict(self.host_group.get_entry(pool), device_indices)
-
-    def evict_host(self, host_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
-        """Give host slots of a pool (by default the anchor) back; those in flight go once their transfers are done.
-
-        Returns
-        -------
-        int
-            Slots that are free now.
-
-        Raises
-        ------
-        ValueError
-            If the indices are no whole pages, or were given back before. Nothing was changed.
-        """
-        with self._lock:
-            return self._host_slots.evict(self.host_group.get_entry(pool), host_indices)
 
     # Storage
 
@@ -476,162 +233,14 @@ class HiCacheController:
         self._check_open()
         with self._lock:
             self.storage.drain()
-            self.engine.drain()
-            for queue in (self._writes, self._loads):
-                queue.cancel_waiting()
-                queue.cancel_started()
-                queue.keep_acks()
-                queue.forget_acks()
             self.storage.forget()
-            self.layer_done_counter.reset()
-            self._host_slots.forget()
-            self.host_group.clear()
-
-    def shutdown(self, timeout: float = 60.0) -> bool:
-        """Cancel what is queued, finish what runs, stop every thread. Idempotent; acks can still be polled.
-
-        Returns
-        -------
-        bool
-            Whether everything ended within ``timeout`` seconds each; what did not keeps its slots.
-        """
-        with self._lock:
-            if self._closed:
-                return True
-            self._closed = True
-            stopped = self.storage.close(timeout)
-            for queue in (self._writes, self._loads):
-                queue.cancel_waiting()
-            stopped = self.engine.drain(timeout) and stopped
-            stopped = self.engine.close(timeout) and stopped
-            for queue in (self._writes, self._loads):
-                # Slots of what failed go back now, not at a poll that may never come.
-                queue.keep_acks()
-            self._host_slots.reap()
-            return stopped
-
-    def check_integrity(self) -> None:
-        """Check that the books of slots in flight are right; RuntimeError names the fault."""
-        self.engine.in_flight.check_integrity()
-        self._writes.waiting_uses.check_integrity()
-        self._loads.waiting_uses.check_integrity()
-        self._host_slots.check_integrity()
+            super().reset()
 
     # Inside
 
-    def _layer_plan(self) -> LayerPlan:
-        return layer_plan([self.host_group.anchor_entry])
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the controller is closed; it was shut down")
-
-    def _write(
-        self,
-        device_indices: torch.Tensor,
-        node_id: int,
-        ready_event: Event | None,
-        pool_transfers: Sequence[PoolTransfer],
-    ) -> torch.Tensor | None:
-        self._check_open()
-        anchor = self.host_group.anchor_entry
-        # Further pools can move without the anchor, whose indices are then empty.
-        if device_indices.numel() or not pool_transfers:
-            check_indices("device_indices", device_indices, self.page_size, device_slot_count(anchor))
-        device_indices = own_indices(device_indices)
-        with self._lock:
-            self._device_slots.check_not_loading(anchor, device_indices)
-            host_indices = self._host_slots.alloc(device_indices.numel()) if device_indices.numel() else device_indices
-            if host_indices is None:
-                return None
-            with ExitStack() as undo:
-                if device_indices.numel():
-                    undo.callback(self.host_group.free, host_indices)
-                if not self._resolve_host(pool_transfers, host_indices, device_indices):
-                    return None
-                undo.pop_all()
-            event = ready_event if ready_event is not None else self.engine.submission_event()
-            operation = CacheOperation(
-                host_indices,
-                device_indices,
-                (node_id,),
-                tuple(pool_transfers),
-                () if event is None else (event,),
-            )
-            self._writes.add(
-                operation,
-                self._uses(operation, device=Access.READ, host=Access.WRITE),
-            )
-            return own_indices(host_indices)
-
-    def _load(
-        self,
-        host_indices: torch.Tensor,
-        node_id: int,
-        ready_event: Event | None,
-        pool_transfers: Sequence[PoolTransfer],
-    ) -> torch.Tensor | None:
-        self._check_open()
-        anchor_moves = host_indices.numel() > 0 or not pool_transfers
-        if anchor_moves:
-            self._host_slots.check(self.host_group.anchor_entry, host_indices)
-        host_indices = own_indices(host_indices)
-        with self._lock:
-            device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
-            if device_indices is None:
-                return None
-            with ExitStack() as undo:
-                if anchor_moves:
-                    undo.callback(self.host_group.free_device, device_indices)
-                if not self._resolve_device(pool_transfers, host_indices, device_indices):
-                    return None
-                undo.pop_all()
-            operation = CacheOperation(
-                host_indices,
-                device_indices,
-                (node_id,),
-                tuple(pool_transfers),
-                () if ready_event is None else (ready_event,),
-            )
-            self._loads.add(
-                operation,
-                self._uses(operation, device=Access.WRITE, host=Access.READ),
-            )
-            return own_indices(device_indices)
-
-    def _resolve_host(
-        self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
-    ) -> bool:
-        """Take the host slots of further pools; False, with nothing taken, where one has no room."""
-        return True
-
-    def _resolve_device(
-        self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
-    ) -> bool:
-        """Take the device slots of further pools; False, with nothing taken, where one has no room."""
-        return True
-
-    def _transfers(self, operation: CacheOperation, *, load: bool) -> list[L2Transfer]:
-        if not operation.host_indices.numel():
-            return []
-        return list(
-            self._plan.transfers(
-                self.host_group.anchor_entry,
-                operation.host_indices,
-                operation.device_indices,
-                load=load,
-                io_backend=self.io_backend,
-                block_quota=self.load_block_quota if load else self.write_block_quota,
-            )
-        )
-
-    def _uses(
-        self, operation: CacheOperation, *, device: Access | None = None, host: Access | None = None
-    ) -> list[Use]:
-        """Say what an operation does on the sides that are given."""
-        sides = [(side, access) for side, access in ((Side.DEVICE, device), (Side.HOST, host)) if access is not None]
-        transfers = self._transfers(operation, load=False)
-        return [transfer.use(side, access) for transfer in transfers for side, access in sides]
+    def _stop(self, timeout: float) -> bool:
+        stopped = self.storage.close(timeout)
+        return super()._stop(timeout) and stopped
 
     def _backup(
         self,
@@ -646,8 +255,8 @@ class HiCacheController:
             raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
         parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
         with self._lock:
-            self._start_writes_of(uses)
-            self.storage.backup(parts, node_id, uses, self._failed_source(self._writes, uses))
+            self._order.start_writes_of(uses)
+            self.storage.backup(parts, node_id, uses, self._order.failed_source(self._writes, uses))
 
     def _prefetch(
         self,
@@ -661,7 +270,7 @@ class HiCacheController:
             return self.storage.prefetch((), request_id, ())
         parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
         with self._lock:
-            self._start_writes_of(uses)
+            self._order.start_writes_of(uses)
             return self.storage.prefetch(parts, request_id, uses)
 
     def _storage_parts(
@@ -679,81 +288,3 @@ class HiCacheController:
         parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
         uses = [Use(Place(str(anchor.name), Side.HOST), access, page_granules(host_indices, self.page_size))]
         return parts, uses
-
-    def _users_of_host(self, use: Use) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Tell for each page whether anything queued or submitted uses it, or may still give it back."""
-        granules = use.granules if use.granules is not None else np.empty(0, dtype=np.int64)
-        self.engine.reap()
-        busy = self.engine.in_flight.busy(use.place, granules)
-        for queue in (self._writes, self._loads):
-            if queue.waiting:
-                busy |= queue.waiting_uses.busy(use.place, granules)
-        for operation in self._writes.unsettled():
-            for own in self._uses(operation, host=Access.WRITE):
-                if own.place == use.place and own.granules is not None:
-                    busy |= np.isin(granules, own.granules)
-        return busy
-
-    def _any_in_flight(self) -> bool:
-        if self.engine.in_flight or self._writes.waiting or self._loads.waiting:
-            return True
-        return any(True for _ in self._writes.unsettled())
-
-    def _start_writes_of(self, uses: Iterable[Use]) -> None:
-        if self._writes.waiting and any(self._writes.waiting_uses.users(use, (Access.WRITE,)) for use in uses):
-            self.start_writing()
-
-    def _failed_source(self, queue: OperationQueue, reads: Sequence[Use]) -> Exception | None:
-        """Tell of an operation that was to bring what is read and has failed, where its caller cannot know that yet."""
-        for operation, error in queue.failed():
-            brought: InFlight[CacheOperation] = InFlight()
-            brought.add(operation, self._uses(operation, device=Access.WRITE, host=Access.WRITE))
-            if any(brought.users(use, (Access.WRITE,)) for use in reads):
-                return source_error("write-back" if queue is self._writes else "load", error)
-        return None
-
-    def _check_source(self, queue: OperationQueue, operation: CacheOperation, **reads: Access) -> None:
-        """Raise where what an operation reads was to be brought by one that has failed."""
-        if queue.failed():
-            error = self._failed_source(queue, self._uses(operation, **reads))
-            if error is not None:
-                raise error
-
-    def _submit_write(self, operation: CacheOperation) -> TransferHandle:
-        transfers = self._transfers(operation, load=False)
-        self._check_source(self._loads, operation, device=Access.READ)
-        return self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
-
-    def _submit_load(self, operation: CacheOperation) -> TransferHandle:
-        transfers = self._transfers(operation, load=True)
-        self._check_source(self._writes, operation, host=Access.READ)
-        return self.engine.submit_host_to_device(
-            transfers, layers=self._plan.layers, ready_events=operation.ready_events
-        )
-
-    def _finished(self, started: StartedOperation, error: BaseException | None) -> None:
-        if started.handle is not None:
-            self.engine.release(started.handle)
-        self.layer_done_counter.forget(started.consumer, error)
-
-    def _give_back_write(self, operation: CacheOperation) -> None:
-        """Return the host slots of a write that does not count."""
-        if operation.host_indices.numel():
-            self._host_slots.give_back(self.host_group.anchor_entry, operation.host_indices)
-
-    def _give_back_load(self, operation: CacheOperation) -> None:
-        """Return the device slots of a load that does not count."""
-        if operation.device_indices.numel():
-            self.host_group.free_device(operation.device_indices)
-
-
-def _checked_quota(name: str, quota: int | None) -> int | None:
-    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
-        raise ValueError(f"{name} is {quota!r}; accepted are None, 0 (no SM) and a number of CTAs")
-    return quota
-
-
-def _device_of(group: HostPoolGroup) -> torch.device:
-    """Device of the pools; an anchor that keeps no bytes has none of its own."""
-    pools = [entry.device_pool for entry in (group.anchor_entry, *group.entries) if entry.device_pool is not None]
-    return torch.device(pools[0].device) if pools else torch.device("cpu")

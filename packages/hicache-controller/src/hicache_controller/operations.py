@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -56,12 +57,15 @@ class StorageAck(NamedTuple):
     stored_pages
         Leading pages that are in storage.
     error
-        None where that is all of them, else why it is not.
+        None where that is all of them and the last pages of further pools, else why it is not.
+    pool_pages
+        How many of its last pages, leading ones, are in storage of each further pool that has no part for every page.
     """
 
     node_id: int
     stored_pages: int
     error: BaseException | None = None
+    pool_pages: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(eq=False)

@@ -200,6 +200,8 @@ class BackupOperation(StorageTask):
         As given to ``backup``.
     stored_pages
         Leading pages stored so far, in every pool that has a part for each.
+    pool_pages
+        Leading ones of the last pages stored so far of each other pool.
     """
 
     def __init__(
@@ -212,13 +214,14 @@ class BackupOperation(StorageTask):
         super().__init__(parts, after, sources)
         self.node_id = node_id
         self.stored_pages = 0
+        self.pool_pages: dict[str, int] = {}
 
     def ack(self) -> StorageAck:
         """Say what to tell the caller."""
         error = self.error
         if error is None and self.stored_pages < self.pages:
             error = RuntimeError(f"storage took {self.stored_pages} of {self.pages} pages")
-        return StorageAck(self.node_id, self.stored_pages, error)
+        return StorageAck(self.node_id, self.stored_pages, error, self.pool_pages)
 
 
 class PrefetchOperation(StorageTask):
@@ -454,7 +457,8 @@ class StorageMover:
             self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
             return
         for part in task.trailing_parts:
-            if self._store(part, stopping) < len(part.keys):
+            stored = task.pool_pages[part.name] = self._store(part, stopping)
+            if stored < len(part.keys):
                 self._metrics.count("backup_failed_pages", len(part.keys))
                 task.error = RuntimeError(f"storage did not take the last pages of pool {part.name}")
 

@@ -17,8 +17,8 @@ from hicache_pools import PoolHitPolicy, PoolTransfer
 
 logger = logging.getLogger(__name__)
 
-RemovalListener = Callable[[Sequence[bytes]], None]
-"""Takes the keys of pages that a storage no longer has, each at most once."""
+RemovalListener = Callable[[Sequence[bytes], str], None]
+"""Takes keys, each at most once, and the name of the pool whose parts of their pages a storage no longer has."""
 
 MAX_KEY_BYTES = 32
 """Longest key; a page hash has 16 bytes."""
@@ -104,7 +104,7 @@ class HiCacheStorage(ABC):
         self._pools: dict[str, RegisteredPool] = {}
         self._closed = False
         self._removal_listener: RemovalListener | None = None
-        self._removed_keys: deque[bytes] = deque()
+        self._removed_parts: deque[tuple[str, bytes]] = deque()
 
     def register_mem_pool_host(self, pool: StoragePool, name: str = "kv") -> None:
         """Make a host pool known, whose pages ``batch_get`` fills and ``batch_set`` reads.
@@ -137,17 +137,19 @@ class HiCacheStorage(ABC):
         )
 
     def set_removal_listener(self, callback: RemovalListener | None) -> None:
-        """Have the pages told that the storage removes on its own, or finds removed by others.
+        """Have the parts of pages told that the storage removes on its own, or finds removed by others.
 
         That is eviction, a page found damaged, :meth:`clear`, and what another process removed, once a call here
-        notices it; ``batch_get`` of a page that is not there tells it even where it never was. A key is told where at
-        least one pool's part of its page is gone, by the thread whose call notices it, before that call returns and
-        with no lock held. Where another thread stores the same page meanwhile, it may be told after that.
+        notices it; ``batch_get`` of a page that is not there tells it even where it never was. A part is told under its
+        page's key and its pool's name, if that pool is registered, by the thread whose call notices it, before that
+        call returns and with no lock held. Where another thread stores the same part meanwhile, it may be told after
+        that.
 
         Parameters
         ----------
         callback
-            Called with the keys; None for nobody. What it raises is logged and goes no further.
+            Called with the keys and the pool's name, once for each pool; None for nobody. What it raises is logged and
+            goes no further.
 
         Raises
         ------
@@ -161,7 +163,7 @@ class HiCacheStorage(ABC):
             )
         self._removal_listener = callback
         if callback is None:
-            self._removed_keys.clear()
+            self._removed_parts.clear()
 
     def batch_exists(self, keys: Sequence[bytes], *, name: str = "kv") -> int:
         """Return how many leading keys have a page of pool ``name``.
@@ -335,27 +337,30 @@ class HiCacheStorage(ABC):
     ) -> list[bool]:
         """Store pages."""
 
-    def _note_removed(self, keys: Iterable[bytes]) -> None:
-        """Note keys whose pages are gone, for the listener; any lock may be held."""
+    def _note_removed(self, keys: Iterable[bytes], name: str) -> None:
+        """Note keys of pages whose part of pool ``name`` is gone, for the listener; any lock may be held."""
         if self._removal_listener is not None:
-            self._removed_keys.extend(keys)
+            self._removed_parts.extend((name, key) for key in keys)
 
     def _tell_removed(self) -> None:
         """Tell the listener what was noted; no lock may be held."""
-        if not self._removed_keys:
+        if not self._removed_parts:
             return
-        keys: dict[bytes, None] = {}
+        removed: dict[str, dict[bytes, None]] = {}
         while True:
             try:
-                keys[self._removed_keys.popleft()] = None
+                name, key = self._removed_parts.popleft()
             except IndexError:  # another thread tells the rest
                 break
+            removed.setdefault(name, {})[key] = None
         listener = self._removal_listener
-        if keys and listener is not None:
+        if listener is None:
+            return
+        for name, keys in removed.items():
             try:
-                listener(list(keys))
+                listener(list(keys), name)
             except Exception:
-                logger.exception("the removal listener failed on %d keys", len(keys))
+                logger.exception("the removal listener failed on %d keys of pool %s", len(keys), name)
 
     def _pool_digest(self, pool: StoragePool) -> bytes:
         """Digest of what a pool's bytes mean; a backend without a fingerprint lives as long as its pools."""

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .backoff import Backoff
@@ -19,7 +19,7 @@ from .fingerprint import Fingerprint
 from .io_threads import IoThreads
 from .page_cache import is_cached
 from .page_file import FOOTER_BYTES, Outcome, PageRead, write_page
-from .page_index import PageIndex
+from .page_index import PageEntry, PageIndex
 from .page_reader import PageReader, PageRequest
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class FileStorage(HiCacheStorage):
                 self._scan()
                 with self._mutex:
                     for entry in [e for e in self._index if e.key.endswith(self._model)]:
-                        self._unlink(entry.key, [part for part, _ in entry.parts])
+                        self._unlink(entry, [part for part, _ in entry.parts])
         except OSError as error:
             self._failed(self._writes, "write_errors", "clear", error)
         finally:
@@ -200,7 +200,7 @@ class FileStorage(HiCacheStorage):
                 else:
                     self._index.remove_part(key + self._model, part)
                     if file_size(self._directory.page_path(key + self._model, part)) is None:
-                        self._note_removed((key,))
+                        self._note_removed((key,), pool.name)
             self._counts.update(outcome.value for outcome in outcomes)
             hits = outcomes.count(Outcome.HIT)
             self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
@@ -420,7 +420,7 @@ class FileStorage(HiCacheStorage):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     self._spares.append(self._renamed(path, self._directory.temporary_path(path)))
-            self._unlink(entry.key, left)
+            self._unlink(entry, left)
             self._counts["evicted"] += 1
 
     @staticmethod
@@ -428,12 +428,14 @@ class FileStorage(HiCacheStorage):
         os.rename(path, to)
         return to
 
-    def _unlink(self, page: bytes, parts: Sequence[str]) -> None:
+    def _unlink(self, entry: PageEntry, parts: Sequence[str]) -> None:
+        """Remove a page, of whose files only those of ``parts`` are there still; lock and mutex are held."""
         for part in parts:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._directory.page_path(page, part))
-        self._index.remove(page)
-        self._note_pages_removed((page,))
+                os.unlink(self._directory.page_path(entry.key, part))
+        self._index.remove(entry.key)
+        for part, _ in entry.parts:
+            self._note_part_removed(entry.key, part)
 
     def _forget_if_gone(self, page: bytes, part: str) -> None:
         """Note what another process has removed; mutex held."""
@@ -442,10 +444,13 @@ class FileStorage(HiCacheStorage):
             return
         if file_size(self._directory.page_path(page, part)) is None:
             self._index.remove_part(page, part)
-            self._note_pages_removed((page,))
+            self._note_part_removed(page, part)
 
-    def _note_pages_removed(self, pages: Iterable[bytes]) -> None:
-        self._note_removed(page[: -len(self._model)] for page in pages if page.endswith(self._model))
+    def _note_part_removed(self, page: bytes, part: str) -> None:
+        """Note a part that is gone, if it is one of this model and of a pool as it is registered here."""
+        pool = self._pools.get(part.rpartition("-")[0])
+        if pool is not None and self._part(pool) == part and page.endswith(self._model):
+            self._note_removed((page[: -len(self._model)],), pool.name)
 
     def _scan(self) -> None:
         """Make the index agree with the directory: read what is new, drop what is gone."""
@@ -479,11 +484,14 @@ class FileStorage(HiCacheStorage):
             old, self._directory = self._directory, fresh
             old.close()
             with self._mutex:
-                known = [entry.key for entry in self._index]
+                known = [(entry.key, part) for entry in self._index for part, _ in entry.parts]
                 self._index.clear()
             self._scan()
             with self._mutex:
-                self._note_pages_removed(page for page in known if page not in self._index)
+                for page, part in known:
+                    entry = self._index.get(page)
+                    if entry is None or entry.part_bytes(part) is None:
+                        self._note_part_removed(page, part)
             self._lost = False
 
     def _failed(self, backoff: Backoff, counter: str | None, what: str, error: OSError) -> None:

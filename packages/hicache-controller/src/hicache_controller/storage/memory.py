@@ -38,7 +38,8 @@ class MemoryStorage(HiCacheStorage):
         """Remove every page."""
         self._check_open()
         with self._lock:
-            self._note_removed(entry.key for entry in self._index)
+            for part, pages in self._bytes.items():
+                self._note_removed(pages, part)
             self._index.clear()
             self._bytes.clear()
         self._tell_removed()
@@ -129,8 +130,8 @@ class MemoryStorage(HiCacheStorage):
                 return False
             for part, _ in entry.parts:
                 del self._bytes[part][entry.key]
+                self._note_removed((entry.key,), part)
             self._index.remove(entry.key)
-            self._note_removed((entry.key,))
             self._counts["evicted"] += 1
         return True
 

@@ -202,7 +202,7 @@ class MooncakeStorage(HiCacheStorage):
             jobs = self._jobs(pool, keys, pages, [None] * len(keys))
             there = self._exist([job.name for job in jobs])
             found = [job for job, exists in zip(jobs, there, strict=True) if exists]
-            self._note_removed(job.key for job, exists in zip(jobs, there, strict=True) if not exists)
+            self._note_removed((job.key for job, exists in zip(jobs, there, strict=True) if not exists), pool.name)
             for chunk in _chunks(pool, found):
                 if self._reads.active:
                     break
@@ -226,7 +226,7 @@ class MooncakeStorage(HiCacheStorage):
                     self._count(**{outcome.value: 1})
                     bad.append(job.name)
                 if outcome is not Outcome.MISSING or code in _ABSENT:
-                    self._note_removed((job.key,))
+                    self._note_removed((job.key,), pool.name)
         if bad:
             logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)
             self._ask("batch_remove", bad, True)

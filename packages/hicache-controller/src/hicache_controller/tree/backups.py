@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from ..hybrid import HybridCacheController
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
+from ..storage_worker import ANCHOR
 from .events import CacheEvent, Change, Tier
 from .eviction import TreeEviction
-from .keys import key_list
+from .keys import KEY_BYTES, key_list
 from .node import NO_PAGES, Operation, TreeNode, WindowPart, unpack
-from .presence import StoragePresence
+from .presence import Run, StoragePresence
 
 _TO_STORE = 16
 """Bit of ``TreeNode.queued``: it waits to be stored again."""
@@ -67,11 +69,7 @@ class TreeBackups(TreeEviction):
         """Whether something of the node is settled on the host, not in storage, and not on its way there."""
         if node.host is None or node.write is not None or node.backup is not None:
             return False
-        # Room is made from the tail of a prefix on, but a damaged page leaves from anywhere in it.
-        if node.stored and len(self._presence) and self._storage_lacks(key_list(node.keys)):
-            node.stored = False
-            for part in node.windows:
-                part.stored = False
+        self._unmark_removed(node)
         return not node.stored or any(_is_part_to_store(part) for part in node.windows)
 
     def _start_backup(self, node: TreeNode) -> None:
@@ -100,7 +98,9 @@ class TreeBackups(TreeEviction):
         node.host_lock += 1
         node.backup = self._backups[operation.id] = operation
         self._backed_up_pages += operation.pages
-        self._presence.storing(keys)
+        self._presence.storing(self._anchor, keys[first:])
+        for part in parts:
+            self._presence.storing(part.name, keys[len(keys) - part.on_host :])
         self.controller.backup(
             self._slots(unpack(node.host)[first:]),
             keys[first:],
@@ -119,27 +119,41 @@ class TreeBackups(TreeEviction):
             operation = self._backups.pop(ack.node_id)
             self._backed_up_pages -= operation.pages
             if operation.failed:  # it went to a storage that is gone
-                self._finish_backup(operation, 0, failed=True)
+                self._finish_backup(operation, 0, Counter())
                 self._store_later(operation.nodes[0])
                 continue
             if good and ack.stored_pages == operation.pages:
                 self._pause.succeeded()
             else:
                 self._pause.failed()
-            self._finish_backup(operation, ack.stored_pages, failed=not good)
+            self._finish_backup(operation, ack.stored_pages, None if good else self._taken_windows(ack))
         return bool(acks)
 
-    def _finish_backup(self, operation: Operation, stored_pages: int, *, failed: bool) -> None:
+    def _taken_windows(self, ack: StorageAck) -> Counter[str]:
+        """Leading pages of its part in each windowed pool that a backup that failed has stored, as all ranks know."""
+        taken: dict[str, int] = {}
+        if not self.controller.agreement.needed:
+            for name, pages in ack.pool_pages.items():
+                pool = self._component_of(name)
+                if pool is not None:
+                    taken[pool] = min(pages, taken.get(pool, pages))
+        return Counter(taken)
+
+    def _finish_backup(self, operation: Operation, stored_pages: int, taken: Counter[str] | None) -> None:
+        """Mark and tell what storage has; of windows all, or what was ``taken`` by a backup that failed."""
         tail = operation.nodes[0]
         complete = stored_pages == operation.pages
         parts = list(operation.host_pin.parts)
         self._unpin(operation.host_pin, device=False)
-        if complete and not failed:
-            for part in parts:
-                if part.host is not None:
-                    part.stored = not self._storage_lacks(key_list(part.node.keys)[-part.on_host :])
-                    self._tell_stored(part.node, part.name, part.on_host)
         nodes = [node for node in self._path(tail) if node in operation.nodes][::-1]
+        if complete:
+            for part in sorted(parts, key=lambda part: nodes.index(part.node)):
+                pages = part.on_host if taken is None else min(part.on_host, taken[part.name])
+                if taken is not None:
+                    taken[part.name] -= pages
+                if part.host is not None:
+                    part.stored = pages == part.on_host and not self._storage_lacks_part(part)
+                    self._tell_stored(part.node, part.name, part.on_host, pages)
         for node in nodes:
             node.backup = None
         if operation.whole:
@@ -147,7 +161,7 @@ class TreeBackups(TreeEviction):
             for node in nodes:
                 there = min(left, node.pages)
                 left -= there
-                node.stored = there == node.pages and not self._storage_lacks(key_list(node.keys))
+                node.stored = there == node.pages and not self._storage_lacks(self._anchor, key_list(node.keys))
                 if there:
                     self._tell_stored(node, self._anchor, node.pages, there)
         elif complete:
@@ -160,7 +174,7 @@ class TreeBackups(TreeEviction):
             head.stored = False
         self._unlock_host(tail)
         came = [part for node in nodes for part in node.windows if part not in parts and _is_part_to_store(part)]
-        if complete and not failed and came:
+        if complete and taken is None and came:
             self._store(tail)
 
     # Again
@@ -218,13 +232,23 @@ class TreeBackups(TreeEviction):
             self._store_waiting()
 
     def _take_in_removed(self) -> None:
-        removed = self._presence.take_removed()
-        if removed:
-            self._tell_removed(self._presence.removed(removed))
+        for name, keys in self._presence.take_noted().items():
+            pool = self._component_of(name)
+            if pool is not None:
+                self._tell_removed(pool, self._presence.removed(pool, keys))
+
+    def _component_of(self, name: str) -> str | None:
+        """Pool whose pages count as removed with those of a pool of the storage: a sidecar is nothing by itself."""
+        controller, anchor = self.controller, self._anchor
+        sidecars = controller.sidecars if isinstance(controller, HybridCacheController) else ()
+        sources = {str(spec.pool_name): str(spec.indices_from_pool) for spec in sidecars}
+        pool = sources.get(name, anchor if name == ANCHOR else name)
+        return pool if pool == anchor or pool in self.windows else None
 
     def _change_storage(self) -> None:
         self._storage_changes = self.controller.storage.changes
-        self._tell_removed(self._presence.forget_all())
+        for pool, run in self._presence.forget_all():
+            self._tell_removed(pool, [run])
         self._pause.succeeded()
         for operation in self._backups.values():
             operation.failed = True
@@ -235,23 +259,36 @@ class TreeBackups(TreeEviction):
             if self.controller.has_storage and self._is_to_store(node):
                 self._store_later(node)
 
-    def _storage_lacks(self, keys: Sequence[bytes]) -> bool:
-        """Whether storage removed any of some keys; unknown among ranks, each of which has removals of its own."""
-        return not self.controller.agreement.needed and self._presence.lacks_any(keys)
+    def _storage_lacks(self, pool: str, keys: Sequence[bytes]) -> bool:
+        """Whether storage removed any of some pages; unknown among ranks, each of which has removals of its own."""
+        return not self.controller.agreement.needed and self._presence.lacks_any(pool, keys)
+
+    def _storage_lacks_part(self, part: WindowPart) -> bool:
+        return self._storage_lacks(part.name, key_list(part.node.keys[-part.on_host * KEY_BYTES :]))
+
+    def _unmark_removed(self, node: TreeNode) -> None:
+        """Take the marks off what storage removed.
+
+        Room is made there from the tail of a prefix on, but a damaged page leaves from anywhere in it.
+        """
+        if not len(self._presence):
+            return
+        node.stored = node.stored and not self._storage_lacks(self._anchor, key_list(node.keys))
+        for part in node.windows:
+            part.stored = part.stored and not self._storage_lacks_part(part)
 
     def _compare_with_removed(self) -> None:
         """Unmark all that was removed, once that is much, so that it costs a few steps a key."""
         if len(self._presence) <= sum(books.host_pages for books in self._books) // 8:
             return
         for node in self._all_nodes():
-            if node.host is None:
-                continue
-            keys = key_list(node.keys)
-            node.stored = node.stored and not self._storage_lacks(keys)
-            for part in node.windows:
-                part.stored = part.stored and not self._storage_lacks(keys[-part.on_host :])
-        in_flight = {key for operation in self._backups.values() for n in operation.nodes for key in key_list(n.keys)}
-        self._presence.forget_removed(in_flight)
+            if node.host is not None:
+                self._unmark_removed(node)
+        self._presence.forget_removed(self._keys_in_flight())
+
+    def _keys_in_flight(self) -> set[bytes]:
+        """Keys of what moves, and is marked when it has arrived."""
+        return {key for operation in self._backups.values() for node in operation.nodes for key in key_list(node.keys)}
 
     # Events
 
@@ -268,9 +305,9 @@ class TreeBackups(TreeEviction):
             tokens = None if node.tokens is None else node.tokens[begin * self.page_size : end * self.page_size]
             self.listener(CacheEvent(Change.STORED, Tier.STORAGE, pool, run.keys, run.parent, tokens))
 
-    def _tell_removed(self, removed: Sequence[tuple[str, Any]]) -> None:
+    def _tell_removed(self, pool: str, runs: Sequence[Run]) -> None:
         if self.listener is not None:
-            for pool, run in removed:
+            for run in runs:
                 self.listener(CacheEvent(Change.REMOVED, Tier.STORAGE, pool, run.keys, run.parent, None))
 
 

@@ -475,6 +475,7 @@ class UnifiedRadixCache(TreeReferences):
         self.root = TreeNode(0, None, b"")
         self._timed.clear()
         self._pinned.clear()
+        self._prefetches.clear()
         self._to_store.clear()
         self._references.clear()
         for books in self._books:

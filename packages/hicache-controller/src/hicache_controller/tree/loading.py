@@ -46,6 +46,7 @@ class TreeLoads(TreeTransfers):
         super().__init__(*arguments, **options)
         self.load_back_pages = load_back_pages
         self.load_quota_pages = load_quota_pages
+        self._prefetches: set[Prefetching] = set()
 
     # Matches
 
@@ -105,7 +106,6 @@ class TreeLoads(TreeTransfers):
         found = self._storage_exists(rest) if rest and self.controller.has_storage else 0
         if not found:
             return nothing
-        self._presence.storing(rest[:found])
         # What comes needs a host part above it, which must stay until then.
         above = match.node
         above.host_lock += 1
@@ -113,6 +113,7 @@ class TreeLoads(TreeTransfers):
         if started is None:
             self._unlock_host(above)
             return nothing
+        self._prefetches.add(started)
         return started
 
     def prefetch_ready(self, started: Prefetching) -> bool:
@@ -135,6 +136,7 @@ class TreeLoads(TreeTransfers):
         if got < room:
             self._free_host(started.slots[got * self.page_size :], started.transfers)
         longer = self._adopt_prefetched(started, got) if got else None
+        self._prefetches.discard(started)
         self._unlock_host(match.node)
         if longer is None:
             return match
@@ -185,18 +187,29 @@ class TreeLoads(TreeTransfers):
             if transfer.host_indices is not None:
                 name = str(transfer.name)
                 pages = self.windows[name].converter.pages(transfer.host_indices)
-                parts += self._adopt_window(node, name, pages, device=False)
-        self._mark_stored(node, started.transfers)
+                came = self._adopt_window(node, name, pages, device=False)
+                self._mark_stored(came, len(pages))
+                parts += came
         longer = self._like(match, node, end) if self._restorable(node) else None
         self._offer_windows(parts)
         return longer
+
+    def _keys_in_flight(self) -> set[bytes]:
+        keys = super()._keys_in_flight()
+        for started in self._prefetches:
+            keys.update(started.match.rest()[: len(started.slots) // self.page_size])
+        return keys
 
     def _storage_exists(self, keys: list[bytes]) -> int:
         windows = [
             PoolTransfer(name, keys=keys[: pool.window_pages], hit_policy=PoolHitPolicy.TRAILING_PAGES)
             for name, pool in self.windows.items()
         ]
-        return int(self.controller.storage_exists(keys, **further(windows)))
+        found = int(self.controller.storage_exists(keys, **further(windows)))
+        self._presence.storing(self._anchor, keys[:found])
+        for name, pool in self.windows.items():
+            self._presence.storing(name, keys[max(0, found - pool.window_pages) : found])
+        return found
 
     def _free_host(self, slots: torch.Tensor, transfers: list[PoolTransfer]) -> None:
         self.controller.evict_host(slots)
@@ -208,11 +221,14 @@ class TreeLoads(TreeTransfers):
                 self.controller.evict_host(transfer.host_indices, pool=transfer.name)
         transfers.clear()
 
-    def _mark_stored(self, node: TreeNode, transfers: list[PoolTransfer]) -> None:
-        for transfer in transfers:
-            for part, _ in self._window(node, str(transfer.name)) or ():
-                part.stored = part.host is not None and part.write is None
-                self._tell_stored(part.node, part.name, part.on_host)
+    def _mark_stored(self, parts: list[WindowPart], pages: int) -> None:
+        """Note that the last ``pages`` pages of some parts, the last part first, came from storage."""
+        for part in parts:
+            came = min(pages, part.node.pages)
+            pages -= came
+            if part.host is not None and part.write is None and part.on_host <= came:
+                part.stored = not self._storage_lacks_part(part)
+            self._tell_stored(part.node, part.name, came)
 
     def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
         """Give host pages that came from storage to the nodes behind a match, new ones where there are none."""
@@ -229,7 +245,7 @@ class TreeLoads(TreeTransfers):
                     child = self._split(child, same)
             own = pages[at - begin : at - begin + child.pages]
             if child.host is None:
-                child.stored = not self._storage_lacks(key_list(child.keys))
+                child.stored = not self._storage_lacks(self._anchor, key_list(child.keys))
                 self._set_host(child, own)
                 self._tell(Change.STORED, Tier.HOST, child)
                 self._tell_stored(child, self._anchor, child.pages)

@@ -1,4 +1,4 @@
-"""StoragePresence: what of a tree is in storage as far as is known, told by its backups and by the storage itself."""
+"""StoragePresence: what of a tree's pools is in storage as far as is known, told by its backups and the storage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 
 class StoragePresence:
-    """Keys that storage removed lately and, for events, all that it is known to have.
+    """Keys that storage removed lately and, for events, all that it is known to have; each pool's by themselves.
 
     A storage tells its removals on whatever thread notices them; they wait here until the tree's own thread takes them
     in. All else is for that thread alone.
@@ -38,38 +38,47 @@ class StoragePresence:
 
     def __init__(self, *, remember: bool) -> None:
         self._remember = remember
-        self._arrived: deque[bytes] = deque()
-        self._gone: set[bytes] = set()
+        self._arrived: deque[tuple[str, Sequence[bytes]]] = deque()
+        self._gone: dict[str, set[bytes]] = {}
         self._parents: dict[str, dict[bytes, bytes | None]] = {}
 
-    def note_removed(self, keys: Iterable[bytes]) -> None:
-        """Note what storage has no longer; on any thread."""
-        self._arrived.extend(keys)
+    def note_removed(self, keys: Sequence[bytes], pool: str) -> None:
+        """Note what storage has no longer, under the pool's name there; on any thread."""
+        self._arrived.append((pool, keys))
 
-    def take_removed(self) -> list[bytes]:
-        """Take in what was noted since the last call; returns it."""
-        if not self._arrived:
-            return []
-        removed = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        self._gone.update(removed)
-        return removed
+    def take_noted(self) -> dict[str, list[bytes]]:
+        """Return what was noted since the last call, for :meth:`removed`."""
+        noted: dict[str, list[bytes]] = {}
+        for _ in range(len(self._arrived)):
+            pool, keys = self._arrived.popleft()
+            noted.setdefault(pool, []).extend(keys)
+        return noted
 
     def __len__(self) -> int:
-        """Keys that were removed and not stored since."""
-        return len(self._gone)
+        """Parts of pages that were removed and not stored since."""
+        return sum(len(gone) for gone in self._gone.values())
 
-    def storing(self, keys: Iterable[bytes]) -> None:
-        """Forget earlier removals of keys that are being stored, or that storage says it has."""
-        if self._gone:
-            self._gone.difference_update(keys)
+    def storing(self, pool: str, keys: Iterable[bytes]) -> None:
+        """Forget earlier removals of a pool's pages that are being stored, or that storage says it has."""
+        gone = self._gone.get(pool)
+        if gone:
+            gone.difference_update(keys)
 
-    def lacks_any(self, keys: Iterable[bytes]) -> bool:
-        """Whether any of some keys was removed, and not stored since."""
-        return bool(self._gone) and not self._gone.isdisjoint(keys)
+    def lacks_any(self, pool: str, keys: Iterable[bytes]) -> bool:
+        """Whether any of some pages of a pool was removed, and not stored since."""
+        gone = self._gone.get(pool)
+        return not gone.isdisjoint(keys) if gone else False
 
     def forget_removed(self, but: Collection[bytes] = ()) -> None:
         """Forget removals, as all pages of the tree were compared with them, but those of some keys."""
-        self._gone.intersection_update(but)
+        for gone in self._gone.values():
+            gone.intersection_update(but)
+
+    def removed(self, pool: str, keys: Iterable[bytes]) -> list[Run]:
+        """Take in pages of a pool that storage no longer has; returns those it was said to have."""
+        keys = list(keys)
+        self._gone.setdefault(pool, set()).update(keys)
+        return self._forget(pool, keys)
 
     # For events
 
@@ -77,11 +86,11 @@ class StoragePresence:
         """Remember pages of a pool that storage has; returns those that nobody was told of yet."""
         if not self._remember:
             return []
-        known = self._parents.setdefault(pool, {})
+        known, gone = self._parents.setdefault(pool, {}), self._gone.get(pool, ())
         runs: list[Run] = []
         fresh: list[bytes] = []
         for at, key in enumerate(keys):
-            if key not in known and key not in self._gone:
+            if key not in known and key not in gone:
                 known[key] = parent
                 fresh.append(key)
             elif fresh:
@@ -92,20 +101,15 @@ class StoragePresence:
             runs.append(Run(tuple(fresh), known[fresh[0]], len(keys) - len(fresh)))
         return runs
 
-    def removed(self, keys: Iterable[bytes]) -> list[tuple[str, Run]]:
-        """Forget pages of all pools that storage no longer has; returns those it was said to have, by pool."""
-        wanted = list(dict.fromkeys(keys))
-        found: list[tuple[str, Run]] = []
-        for pool, known in self._parents.items():
-            gone = {key: known.pop(key) for key in wanted if key in known}
-            found += [(pool, run) for run in _chains(gone)]
-        return found
-
     def forget_all(self) -> list[tuple[str, Run]]:
-        """Forget a storage; returns what it was said to have."""
+        """Forget a storage; returns what it was said to have, by pool."""
         self._arrived.clear()
         self._gone.clear()
-        return self.removed([key for known in self._parents.values() for key in known])
+        return [(pool, run) for pool, known in self._parents.items() for run in self._forget(pool, list(known))]
+
+    def _forget(self, pool: str, keys: Iterable[bytes]) -> list[Run]:
+        known = self._parents.get(pool, {})
+        return _chains({key: known.pop(key) for key in keys if key in known})
 
 
 def _chains(parents: dict[bytes, bytes | None]) -> list[Run]:

@@ -1,0 +1,252 @@
+"""Transfers that fail: their acks, what stands behind them, and what is logged."""
+
+import logging
+
+import pytest
+
+from hicache_controller import layer_done
+from hicache_controller.events import COMPLETED
+from hicache_controller.layer_done import LayerDoneCounter
+from hicache_controller.operations import SourceFailedError
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_failed_write_gives_its_host_slots_back_and_tells(make_stack, synchronous):
+    stack = make_stack(synchronous=synchronous)
+    device = stack.alloc(4)
+    rows = stack.compute(device)
+    stack.host_pool.write_gate.failures = 1
+    stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    (ack,) = stack.controller.poll_writes(wait=True)
+    assert "injected" in str(ack.error)
+    assert ack.device_released.query()
+    assert ack.host_ready.query()
+    assert stack.used() == (4, 0)
+    host = stack.controller.write(device, node_id=1)
+    stack.controller.start_writing()
+    assert stack.controller.poll_writes(wait=True)[0].error is None
+    assert stack.same(stack.loaded(host), rows)
+    assert stack.controller.metrics.snapshot().total("transfer_failures", direction="write_back") == 1
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_load_that_fails_in_the_middle_is_not_marked_loaded(make_stack, layer, synchronous):
+    stack = make_stack(synchronous=synchronous)
+    host, rows = stack.written(4)
+    stack.host_pool.load_gates[layer].failures = 1
+    stack.controller.load(host, node_id=1)
+    counter = stack.controller.layer_done_counter
+    counter.set_consumer(stack.controller.start_loading())
+    with pytest.raises(RuntimeError, match=r"layer 2 failed: injected"):
+        counter.wait_until(2)
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert "injected" in str(ack.error)
+    assert stack.used() == (0, 4)
+    with pytest.raises(RuntimeError, match=r"layer 0 failed: injected"):
+        counter.wait_until(0)
+    assert stack.same(stack.loaded(host), rows)
+
+
+def test_failed_loads_are_told_until_reset_in_bounded_memory(monkeypatch):
+    monkeypatch.setattr(layer_done, "_MOST_FAILURES", 3)
+    counter = LayerDoneCounter(1)
+    consumers = [counter.register([COMPLETED], lambda: None) for _ in range(6)]
+    for consumer in consumers:
+        counter.forget(consumer, None if consumer in (1, 4) else RuntimeError(f"reason {consumer}"))
+    for consumer in (2, 3, 5):
+        counter.set_consumer([4, consumer])
+        with pytest.raises(RuntimeError, match=f"layer 0 failed: reason {consumer}"):
+            counter.wait_until(0)
+    counter.set_consumer(4)
+    counter.wait_until(0)
+    counter.set_consumer(0)
+    with pytest.raises(RuntimeError, match="load 0 of layer 0 is too old to tell"):
+        counter.wait_until(0)
+    counter.reset()
+    counter.set_consumer(consumers)
+    counter.wait_until(0)
+
+
+def test_a_submission_that_fails_is_an_ack_with_an_error(make_stack, monkeypatch):
+    stack = make_stack()
+    host, rows = stack.written(2)
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no room for a pointer table")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.controller.engine, "submit_host_to_device", broken)
+        patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
+        stack.controller.load(host, node_id=1)
+        counter = stack.controller.layer_done_counter
+        counter.set_consumer(stack.controller.start_loading())
+        with pytest.raises(RuntimeError, match="no room"):
+            counter.wait_until(0)
+        assert isinstance(stack.controller.poll_loads()[0].error, MemoryError)
+        device = stack.alloc(1)
+        stack.controller.write(device, node_id=2)
+        assert isinstance(stack.controller.start_writing().error, MemoryError)
+        assert isinstance(stack.controller.poll_writes()[0].error, MemoryError)
+    assert stack.used() == (1, 2)
+    assert stack.same(stack.loaded(host), rows)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
+def test_a_load_behind_a_write_that_fails_fails_too(make_stack, known):
+    stack = make_stack()
+    device = stack.alloc(2)
+    gate = stack.host_pool.write_gate
+    gate.failures = 1
+    gate.close()
+    host = stack.controller.write(device, node_id=1)
+    ack = stack.controller.start_writing()
+    if known:
+        gate.open()
+        ack.host_ready.synchronize()
+        stack.controller.engine.reap()
+    target = stack.controller.load(host, node_id=2)
+    before = stack.rows(target)
+    counter = stack.controller.layer_done_counter
+    counter.set_consumer(stack.controller.start_loading())
+    gate.open()
+    with pytest.raises(RuntimeError, match="write-back of its bytes failed: injected"):
+        counter.wait_until(0)
+    assert [ack.error is None for ack in stack.controller.poll_writes(wait=True)] == [False]
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert isinstance(ack.error, SourceFailedError)
+    assert "injected" in str(ack.error)
+    assert stack.same(stack.rows(target), before)
+    assert stack.used() == (2, 0)
+
+
+def test_a_load_behind_a_write_that_is_cancelled_fails(make_stack):
+    stack = make_stack()
+    gate = stack.host_pool.write_gate
+    gate.close()
+    stack.controller.write(stack.alloc(1), node_id=0)
+    stack.controller.start_writing()
+    gate.wait_entered()
+    host = stack.controller.write(stack.alloc(2), node_id=1)
+    stack.controller.start_writing()
+    stack.controller.load(host, node_id=2)
+    stack.controller.start_loading()
+    assert stack.controller.cancel_write(1)
+    gate.open()
+    (ack,) = stack.controller.poll_loads(wait=True)
+    assert "the write was cancelled" in str(ack.error)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_backup_behind_a_write_that_fails_stores_nothing(make_stack, synchronous, known):
+    stack = make_stack(storage=True, synchronous=synchronous)
+    stack.host_pool.write_gate.failures = 1
+    host, keys = stack.controller.write(stack.alloc(2), node_id=1), stack.keys(2)
+    if known:
+        stack.controller.start_writing().host_ready.synchronize()
+        stack.controller.engine.reap()
+    stack.controller.backup(host, keys, node_id=3)
+    (ack,) = stack.controller.poll_backups(wait=True)
+    assert ack.node_id == 3
+    assert ack.stored_pages == 0
+    assert "write-back of its bytes failed: injected" in str(ack.error)
+    assert "injected" in str(stack.controller.poll_writes(wait=True)[0].error)
+    assert stack.controller.storage_exists(keys) == 0
+
+
+def test_a_write_behind_a_load_that_fails_fails_too(make_stack):
+    stack = make_stack()
+    host, _ = stack.written(2)
+    gate = stack.host_pool.load_gates[1]
+    gate.failures = 1
+    gate.close()
+    device = stack.controller.load(host, node_id=1)
+    stack.controller.start_loading()
+    other = stack.alloc(1)
+    rows = stack.compute(other)
+    stack.controller.write(device, node_id=2)
+    stack.controller.start_writing()
+    kept = stack.controller.write(other, node_id=3)
+    stack.controller.start_writing()
+    gate.open()
+    assert "injected" in str(stack.controller.poll_loads(wait=True)[0].error)
+    acks = []
+    while len(acks) < 2:
+        acks += stack.controller.poll_writes(wait=True)
+    assert "load of its bytes failed: injected" in str(acks[0].error)
+    assert acks[1].error is None
+    assert stack.same(stack.loaded(kept), rows)
+
+
+def test_what_overwrites_the_slots_of_a_failed_transfer_is_not_its_reader(make_stack):
+    stack = make_stack(storage=True)
+    host, _ = stack.written(2)
+    keys = stack.keys(2)
+    stack.controller.backup(host, keys, node_id=0)
+    assert stack.controller.poll_backups(wait=True)[0].error is None
+    stack.controller.evict_host(host)
+    gate = stack.host_pool.write_gate
+    gate.failures = 1
+    gate.close()
+    slots = stack.controller.write(stack.alloc(2), node_id=1)
+    stack.controller.start_writing()
+    operation = stack.controller.prefetch(slots, keys, request_id="a")
+    gate.open()
+    assert stack.controller.finish_prefetch(operation) in (0, 1, 2)  # best effort
+    operation.host_ready.synchronize()
+    assert operation.error is None
+    assert stack.controller.poll_writes(wait=True)[0].error is not None
+
+
+def test_the_first_failure_of_each_direction_and_kind_is_a_warning(make_stack, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="hicache_controller.failure_log")
+    stack = make_stack()
+    host, _ = stack.written(1)
+    device = stack.alloc(1)
+
+    def write():
+        stack.controller.write(device, node_id=1)
+        stack.controller.start_writing()
+        assert stack.controller.poll_writes(wait=True)[0].error is not None
+
+    def load():
+        stack.controller.load(host, node_id=2)
+        stack.controller.start_loading()
+        assert stack.controller.poll_loads(wait=True)[0].error is not None
+
+    def broken(*args, **kwargs):
+        raise MemoryError("no room for a pointer table")
+
+    stack.host_pool.write_gate.failures = stack.host_pool.load_gates[0].failures = 3
+    for _ in range(3):
+        write()
+        load()
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
+        write()
+        write()
+    told = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
+    injected = [f"a {direction} failed with InjectedError('injected')" for direction in ("write-back", "load")]
+    assert told == [
+        *(("WARNING", message) for message in injected),
+        *(("DEBUG", message) for message in injected * 2),
+        ("WARNING", "a write-back failed with MemoryError('no room for a pointer table')"),
+        ("DEBUG", "a write-back failed with MemoryError('no room for a pointer table')"),
+    ]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_cancelled_transfers_are_no_failures_to_log(make_stack, caplog):
+    stack = make_stack()
+    gate = stack.host_pool.write_gate
+    gate.close()
+    for node in (1, 2):
+        stack.controller.write(stack.alloc(1), node_id=node)
+        stack.controller.start_writing()
+    gate.wait_entered()
+    assert stack.controller.cancel_write(2)
+    gate.open()
+    stack.controller.engine.drain()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
