@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import weakref
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,23 @@ def test_a_file_that_ends_before_its_size_is_told():
 
 
 @pytest.mark.usefixtures("entry")
+def test_views_made_one_by_one_are_let_go(tmp_path):
+    path, memory = written(tmp_path / "page", 1000), bytearray(3000)
+    made = []
+
+    def views():
+        for file in range(3):
+            assert not any(view() for view in made[:-2])  # at most those of the file before are alive
+            places = [memoryview(memory)[1000 * file :][:400], memoryview(memory)[1000 * file + 400 :][:600]]
+            made.extend(map(weakref.ref, places))
+            yield places
+            del places
+
+    assert [found.bytes for found in read_files([str(path)] * 3, views())] == [1000] * 3
+    assert memory == path.read_bytes() * 3
+
+
+@pytest.mark.usefixtures("entry")
 def test_no_descriptor_stays_open(tmp_path):
     written(tmp_path / "page", 5000)
     names = ["page", "missing", "", "page"]
@@ -179,8 +197,11 @@ def test_no_descriptor_stays_open(tmp_path):
 @pytest.mark.usefixtures("entry")
 def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path):
     path, target = str(written(tmp_path / "page", 1000)), Target(1000, 2)
-    with pytest.raises(ValueError, match="views has 1 entries for 2 paths"):
-        read_files([path, path], [target.views])
+    for views in ([target.views], iter([target.views]), iter([])):
+        with pytest.raises(ValueError, match=r"views has [01] entries for 2 paths"):
+            read_files([path, path], views)
+    with pytest.raises(ValueError, match="views has 2 entries for 1 paths"):
+        read_files([path], [target.views, []])
     with pytest.raises(ValueError, match="paths has 3 entries; it must have 2"):
         read_files([path, f"{path}\0{path}"], [target.views, target.views])
     with pytest.raises(TypeError, match="not writable"):

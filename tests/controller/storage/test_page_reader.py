@@ -40,7 +40,7 @@ def request_of(tmp_path):
         path, payload = str(tmp_path / name), os.urandom(size)
         page_file.write_page(path, [memoryview(payload)], parent=None, **NAMES)
         back = memoryview(bytearray(size))
-        return PageRequest(path, (back[: size // 3], back[size // 3 :]), b"key"), payload, back
+        return PageRequest(path, lambda: (back[: size // 3], back[size // 3 :]), b"key"), payload, back
 
     return make
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +66,7 @@ _NO_CHECKSUM = Checksum(0, 0, 0, 0, 0)
 
 def read_files(
     paths: Sequence[str],
-    views: Sequence[Sequence[memoryview]],
+    views: Iterable[Sequence[memoryview]],
     *,
     threads: int = 1,
     checksum: Checksum | None = None,
@@ -82,8 +82,8 @@ def read_files(
     paths
         Names of the files.
     views
-        For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. They must
-        stay valid, and nobody may rely on their bytes, until the call returns.
+        For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. That memory
+        must stay, and nobody may rely on its bytes, until the call returns; views that are made one by one are not kept.
     threads
         Most files read at once, each in a thread that ends with the call; one is the caller's.
     checksum
@@ -105,13 +105,15 @@ def read_files(
     RuntimeError
         Where the module cannot be had (:func:`hicache_kernels.probe.unavailable_reason` of ``"files"`` says why).
     """
-    if len(paths) != len(views):
-        raise ValueError(f"views has {len(views)} entries for {len(paths)} paths")
     pieces: list[int] = []
+    file = -1
     for file, places in enumerate(views):
         for place in places:
-            if place.nbytes:
-                pieces += (file, ctypes.addressof(ctypes.c_char.from_buffer(place)), place.nbytes)
+            size = place.nbytes
+            if size:
+                pieces += (file, ctypes.addressof(ctypes.c_char.from_buffer(place)), size)
+    if file + 1 != len(paths):
+        raise ValueError(f"views has {file + 1} entries for {len(paths)} paths")
     found = np.empty((len(paths), len(FileRead._fields)), dtype=np.int64)
     _function()(
         b"".join([os.fsencode(path) + b"\0" for path in paths]),

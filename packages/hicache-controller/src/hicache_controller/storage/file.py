@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import threading
@@ -183,7 +184,7 @@ class FileStorage(HiCacheStorage):
             return [False] * len(keys)
         paths = [self._path(pool, key + self._model) for key in keys]
         requests = [
-            PageRequest(path, pool.pool.page_memory(page) if pool.page_bytes else (), key)
+            PageRequest(path, functools.partial(_page_memory, pool, page), key)
             for path, page, key in zip(paths, pages, keys, strict=True)
         ]
         # Pages that are read together were mostly written together.
@@ -309,7 +310,7 @@ class FileStorage(HiCacheStorage):
             spare = self._spares.pop() if self._spares else None
         path = self._directory.temporary_path(self._path(pool, job.page)) if spare is None else spare
         parent = None if job.parent is None else job.parent[: -len(self._model)]
-        views = pool.pool.page_memory(job.host_page) if pool.page_bytes else ()
+        views = _page_memory(pool, job.host_page)
         try:
             # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
             write_page(
@@ -514,3 +515,7 @@ class FileStorage(HiCacheStorage):
         before = self._tick
         self._tick = max(before, time.time_ns()) + count
         return range(self._tick, self._tick - count, -1)
+
+
+def _page_memory(pool: RegisteredPool, page: int) -> Sequence[memoryview]:
+    return pool.pool.page_memory(page) if pool.page_bytes else ()

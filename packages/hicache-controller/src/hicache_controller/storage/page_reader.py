@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hicache_kernels.files import FileRead, read_files
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class PageRequest(NamedTuple):
-    """A page to read: its file, where its payload goes, and the key that it must have."""
+    """A page to read: its file, what gives the memory that its payload goes to, and the key that it must have."""
 
     path: str
-    views: Sequence[memoryview]
+    memory: Callable[[], Sequence[memoryview]]
     key: bytes
 
 
@@ -82,7 +82,8 @@ class PageReader:
         ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
         found = read_files(
             [request.path for request in requests],
-            [(*request.views, end) for request, end in zip(requests, ends, strict=True)],
+            # Not as a list: a page may have hundreds of views, and Python looks through all that are alive for cycles.
+            ((*request.memory(), end) for request, end in zip(requests, ends, strict=True)),
             threads=self._threads.worth(len(requests), item_bytes, waits=waits, compiled=True),
             checksum=xxh3_checksum(),
             unchecked=UNCHECKED_BYTES,
@@ -109,7 +110,9 @@ class PageReader:
 
     def _read_one(self, fingerprint: bytes, request: PageRequest) -> PageRead | OSError:
         try:
-            return read_page(request.path, request.views, key=request.key, fingerprint=fingerprint, owner=self._owner)
+            return read_page(
+                request.path, request.memory(), key=request.key, fingerprint=fingerprint, owner=self._owner
+            )
         except OSError as error:
             return error
 
