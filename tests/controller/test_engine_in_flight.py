@@ -21,7 +21,6 @@ from hicache_controller.lanes import (
     ThreadLane,
     runs_on_cpu,
 )
-from hicache_controller.layer_done import LayerDoneCounter
 from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
@@ -99,11 +98,12 @@ def test_an_operation_is_tracked_once():
 class Recorder:
     def __init__(self, log, name, gate=None):
         self.log, self.name, self.gate = log, name, gate
-        self.error = None
+        self.error = self.thread = None
         self.entered = threading.Event()
         self.ended = threading.Event()
 
     def run(self):
+        self.thread = threading.current_thread()
         self.entered.set()
         if self.gate is not None:
             self.gate.wait()
@@ -147,6 +147,54 @@ def test_a_closing_lane_ends_the_running_job_and_abandons_the_rest():
     late = Recorder(log, "late")
     lane.submit(late, [])
     assert all(isinstance(job.error, LaneStoppedError) for job in (waiting, queued, late))
+
+
+def test_an_inline_thread_lane_runs_what_needs_no_waiting_in_the_submitting_thread():
+    log, storage, queued = [], HostSignal(), StreamSignal()
+    queued.fire([])
+    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    jobs = [Recorder(log, number) for number in range(4)]
+    lane.submit(jobs[0], [COMPLETED, queued])
+    assert log == [0]
+    assert jobs[0].thread is threading.current_thread()
+    lane.submit(jobs[1], [storage])
+    lane.submit(jobs[2], [])
+    assert log == [0]
+    storage.fire()
+    jobs[2].ended.wait()
+    assert log == [0, 1, 2]
+    assert jobs[2].thread is jobs[1].thread is not threading.current_thread()
+    assert lane.close(30)
+    lane.submit(jobs[3], [])
+    assert isinstance(jobs[3].error, LaneStoppedError)
+
+
+def test_an_inline_thread_lane_leaves_it_to_its_thread_to_wait_for_what_is_not_queued():
+    log, unqueued = [], StreamSignal()
+    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    job = Recorder(log, "job")
+    lane.submit(job, [EventGroup([COMPLETED, unqueued])])
+    assert log == []
+    unqueued.fire([])
+    job.ended.wait()
+    assert job.thread is not threading.current_thread()
+    assert lane.close(30)
+
+
+def test_jobs_of_an_inline_thread_lane_run_one_at_a_time(in_thread):
+    log, gate = [], threading.Event()
+    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    first, second = Recorder(log, "first", gate), Recorder(log, "second")
+    submitter = in_thread(lambda: lane.submit(first, []))
+    first.entered.wait()
+    lane.submit(second, [])
+    assert not lane.close(0.05)
+    assert log == []
+    gate.set()
+    submitter.join()
+    assert lane.close(30)
+    assert log == ["first"]
+    assert isinstance(second.error, LaneStoppedError)
 
 
 def test_an_inline_lane_is_done_when_submit_returns():
@@ -232,22 +280,6 @@ def test_a_stream_signal_that_nobody_has_fired_holds_its_waiters(in_thread):
     signal.fire([event])
     waiter.join()
     assert event.waited == [None]
-
-
-def test_waiting_for_loads_to_be_queued_waits_for_no_byte_of_them(in_thread):
-    counter, first, later = LayerDoneCounter(2), StreamSignal(), StreamSignal()
-    on_stream = counter.register([first, later], lambda: None)
-    on_cpu = counter.register([HostSignal(), HostSignal()], lambda: None)
-    waiter = in_thread(lambda: counter.wait_queued([on_cpu, on_stream]))
-    waiter.join(0.05)
-    assert waiter.is_alive()
-    event = FakeCudaEvent()
-    first.fire([event])
-    waiter.join()
-    assert not event.waited
-    assert not event.come
-    counter.forget(on_stream, None)
-    counter.wait_queued([on_stream])
 
 
 def test_waiting_with_a_limit_tells_whether_the_event_has_come():

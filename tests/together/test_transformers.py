@@ -272,9 +272,13 @@ def test_leaving_with_an_error_keeps_nothing_and_gives_every_page_back(model: An
         assert not model.get_decoder()._forward_pre_hooks
 
 
-def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "pieces"), [(8, 3), (2, 2)])
+def test_a_long_prefix_comes_from_storage_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, pieces: int
+) -> None:
     page_bytes = 2 * 2 * 8 * 4 * 3 * fam.PAGE
     monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 3 * page_bytes)
+    monkeypatch.setattr(matching, "STORAGE_STEPS", most)
     model = fam.make_model("llama", seed=10)
     prompt = fam.random_tokens(11 * fam.PAGE + 4)
     prefix = fam.compute_prefix(model, prompt[:, : 11 * fam.PAGE])
@@ -286,8 +290,16 @@ def test_a_long_prefix_comes_from_storage_in_pieces(tmp_path: Path, monkeypatch:
     with fam.open_cache(model, storage=tmp_path) as cache:
         with cache.session(prompt[:, : 2 * fam.PAGE + 1]) as past:
             fam.forward(model, prompt[:, 2 * fam.PAGE : 2 * fam.PAGE + 1], past)
+        fetched: list[int] = []
+        prefetch = cache.tiers.controller.prefetch
+        monkeypatch.setattr(
+            cache.tiers.controller,
+            "prefetch",
+            lambda slots, keys, **options: fetched.append(len(keys)) or prefetch(slots, keys, **options),
+        )
         with cache.session(prompt) as past:
             assert past.hits[0] == Hit(11 * fam.PAGE, device=2 * fam.PAGE, storage=9 * fam.PAGE)
+            assert (len(fetched), sum(fetched)) == (pieces, 9)
             chosen, seen = fam.continuation(model, prompt[:, 11 * fam.PAGE :], past)
         fam.check(cache)
     assert chosen == expected[0]

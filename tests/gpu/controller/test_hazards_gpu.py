@@ -1,5 +1,7 @@
 """The five hazards on CUDA streams, windows held open by spins on the device; a guard taken out must be noticed."""
 
+import functools
+
 import pytest
 import torch
 
@@ -10,6 +12,11 @@ pytestmark = pytest.mark.gpu
 
 guarded = pytest.mark.parametrize("guard", [True, False], ids=["guard", "no_guard"])
 paths = pytest.mark.parametrize("policy", ["staged", "direct"])
+
+
+@pytest.fixture(params=[False, True], ids=["by_a_thread", "inline"])
+def make_stack(make_stack, request):
+    return functools.partial(make_stack, queue_inline=request.param)
 
 
 @paths

@@ -33,6 +33,10 @@ class HiCacheController(TransferController):
         The pools. The anchor's entry needs ``device_alloc_fn`` and ``device_free_fn`` for loads.
     synchronous
         Complete every operation before the call that starts it returns; for simulations on CPU pools.
+    queue_inline
+        Queue the transfers of pools on a GPU in the thread that starts them, unless they have to wait for another
+        thread first. That saves the hand-over to a thread, and takes that thread's time: for engines without a
+        scheduler that must not be held up. Pools on CPU move their bytes on a thread all the same.
     io_backend
         ``"kernel"`` or ``"direct"``, handed to the pools.
     write_block_quota, load_block_quota
@@ -74,6 +78,7 @@ class HiCacheController(TransferController):
         host_group: HostPoolGroup,
         *,
         synchronous: bool = False,
+        queue_inline: bool = False,
         io_backend: str = "kernel",
         write_block_quota: int | None = None,
         load_block_quota: int | None = None,
@@ -86,6 +91,7 @@ class HiCacheController(TransferController):
         super().__init__(
             host_group,
             synchronous=synchronous,
+            queue_inline=queue_inline,
             io_backend=io_backend,
             write_block_quota=write_block_quota,
             load_block_quota=load_block_quota,

@@ -125,11 +125,12 @@ class StreamSignal:
 
     def query(self) -> bool:
         """Tell whether the work is queued and done."""
-        return self._queued.is_open and all(_has_come(event) for event in self._events)
+        return self.queued and all(_has_come(event) for event in self._events)
 
-    def wait_queued(self) -> None:
-        """Block the calling thread until the work is queued."""
-        self._queued.wait()
+    @property
+    def queued(self) -> bool:
+        """Whether the work is queued."""
+        return self._queued.is_open
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
@@ -148,7 +149,7 @@ class StreamSignal:
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
         """Stand for ``events``, or with None for what the current stream holds now; only the first call counts."""
-        if self._queued.is_open:
+        if self.queued:
             return
         try:
             self._events = (torch.cuda.current_stream().record_event(),) if events is None else tuple(events)
@@ -164,24 +165,33 @@ def _has_come(event: torch.cuda.Event) -> bool:
 class EventGroup:
     """All of several events."""
 
-    __slots__ = ("_events",)
+    __slots__ = ("events",)
 
     def __init__(self, events: Iterable[Event]) -> None:
-        self._events = tuple(events)
+        self.events = tuple(events)
 
     def query(self) -> bool:
         """Tell whether all have come."""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self.events)
 
     def wait(self, stream: Any = None) -> None:
         """Wait for each in turn."""
-        for event in self._events:
+        for event in self.events:
             event.wait(stream)
 
     def synchronize(self) -> None:
         """Block until all have come."""
-        for event in self._events:
+        for event in self.events:
             event.synchronize()
+
+
+def is_queued(event: Event) -> bool:
+    """Tell whether a stream can be ordered behind an event without holding the calling thread up."""
+    if isinstance(event, EventGroup):
+        return all(is_queued(each) for each in event.events)
+    if isinstance(event, StreamSignal):
+        return event.queued
+    return event.query() if isinstance(event, HostSignal) else True
 
 
 def wait_until_done(event: Event, timeout: float) -> bool:

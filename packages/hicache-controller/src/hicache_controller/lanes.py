@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .events import COMPLETED, Event, HostSignal, Signal, StreamSignal, wait_until_done
+from .events import COMPLETED, Event, HostSignal, Signal, StreamSignal, is_queued, wait_until_done
 
 logger = logging.getLogger(__name__)
 
@@ -309,14 +309,24 @@ class InlineLane:
 class ThreadLane:
     """Runs jobs on a thread of its own.
 
+    Parameters
+    ----------
+    device, name
+        What the jobs run on; name of the thread.
+    inline
+        Run a job in the thread that submits it where no job is before it and it has to wait for no thread: that saves
+        the hand-over, and takes the time to queue it.
+
     Invariant: a job waits only for events of jobs submitted before it and for events of callers, so two lanes never
-    wait for each other in a circle.
+    wait for each other in a circle. One job runs at a time.
     """
 
-    def __init__(self, device: Device, name: str) -> None:
+    def __init__(self, device: Device, name: str, *, inline: bool = False) -> None:
         self._device = device
+        self._inline = inline
         self._jobs: deque[tuple[Job, tuple[Event, ...]]] = deque()
         self._changed = threading.Condition()
+        self._running = False
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -324,33 +334,58 @@ class ThreadLane:
     def submit(self, job: Job, after: Sequence[Event]) -> None:
         """Queue ``job``."""
         with self._changed:
-            if not self._stopping:
+            inline = self._inline and not (self._running or self._jobs or self._stopping)
+            inline = inline and all(is_queued(event) for event in after)
+            if inline:
+                self._running = True
+            elif not self._stopping:
                 self._jobs.append((job, tuple(after)))
-                self._changed.notify()
+                self._changed.notify_all()
                 return
-        job.abandon(LaneStoppedError("the transfer engine is closed"))
+        if not inline:
+            job.abandon(LaneStoppedError("the transfer engine is closed"))
+            return
+        try:
+            with self._device.scope():
+                for event in after:
+                    self._device.order(event)
+                job.run()
+        finally:
+            self._ended()
 
     def close(self, timeout: float) -> bool:
         """Abandon what has not started and join the thread."""
+        deadline = time.monotonic() + timeout
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        with self._changed:
+            return self._changed.wait_for(self._is_over, max(0.0, deadline - time.monotonic()))
+
+    def _is_over(self) -> bool:
+        return not (self._running or self._thread.is_alive())
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._running = False
+            self._changed.notify_all()
 
     def _work(self) -> None:
         with self._device.scope():
             while True:
                 with self._changed:
-                    while not self._jobs and not self._stopping:
+                    while self._running or not (self._jobs or self._stopping):
                         self._changed.wait()
                     if not self._jobs:
                         return
                     job, after = self._jobs.popleft()
+                    self._running = True
                 if self._wait_for(after):
                     job.run()
                 else:
                     job.abandon(LaneStoppedError("the transfer engine closed before the transfer could start"))
+                self._ended()
 
     def _wait_for(self, events: Sequence[Event]) -> bool:
         """Order the job behind ``events``; False when the lane stops meanwhile."""
@@ -373,6 +408,8 @@ class LanePair:
         Device of the pools.
     synchronous
         Complete every transfer before its submission returns; for CPU pools only.
+    queue_inline
+        Queue transfers of a GPU in the submitting thread, where they need not wait for another one.
 
     Raises
     ------
@@ -380,7 +417,7 @@ class LanePair:
         For ``synchronous`` on a device other than CPU.
     """
 
-    def __init__(self, device: torch.device, *, synchronous: bool) -> None:
+    def __init__(self, device: torch.device, *, synchronous: bool, queue_inline: bool = False) -> None:
         self.device_to_host_device: Device
         self.host_to_device_device: Device
         self.device_to_host: Lane
@@ -398,8 +435,9 @@ class LanePair:
             self.host_to_device = InlineLane(self.host_to_device_device)
         else:
             # Also on CUDA, where queueing is all there is to do: it takes longer than a scheduler should be held up.
-            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host")
-            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
+            inline = queue_inline and device.type != "cpu"
+            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host", inline=inline)
+            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device", inline=inline)
 
     def submission_event(self) -> Event | None:
         """Event of the work the caller's stream holds now."""

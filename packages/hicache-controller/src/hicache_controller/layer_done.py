@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from .events import Event, StreamSignal
+from .events import Event
 
 NOTHING_TO_WAIT_FOR = -1
 """Consumer id of a start_loading that had nothing to load."""
@@ -92,21 +92,12 @@ class LayerDoneCounter:
                 if consumer <= self._last_dropped_failure:
                     raise RuntimeError(f"load {consumer} of layer {layer} is too old to tell whether it failed")
         for events, error in loads:
-            events[layer].wait()
+            # To ask is cheaper than to let a stream wait for what has come.
+            if not events[layer].query():
+                events[layer].wait()
             failure = error()
             if failure is not None:
                 raise RuntimeError(f"the load of layer {layer} failed: {failure}") from failure
-
-    def wait_queued(self, consumers: Iterable[int]) -> None:
-        """Block until the first layer of these loads is queued on its stream; on CPU, where nothing is, return at once.
-
-        A thread queues loads, and it needs the interpreter: who has a lot to do in Python before the forward pass
-        lets it go ahead here.
-        """
-        for consumer in consumers:
-            for event in self.events(consumer)[:1]:
-                if isinstance(event, StreamSignal):
-                    event.wait_queued()
 
     def reset(self) -> None:
         """Forget every load and consumer; ids go on growing."""

@@ -40,6 +40,7 @@ class TransferController:
         host_group: HostPoolGroup,
         *,
         synchronous: bool,
+        queue_inline: bool,
         io_backend: str,
         write_block_quota: int | None,
         load_block_quota: int | None,
@@ -56,7 +57,11 @@ class TransferController:
         self._plan = self._layer_plan()
         self.layer_done_counter = LayerDoneCounter(self._plan.layers)
         self.engine = L2TransferEngine(
-            _device_of(host_group), synchronous=synchronous, metrics=self.metrics, guards=guards
+            _device_of(host_group),
+            synchronous=synchronous,
+            queue_inline=queue_inline,
+            metrics=self.metrics,
+            guards=guards,
         )
         self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
         self._lock = threading.RLock()

@@ -53,6 +53,8 @@ class L2TransferEngine:
         Device of the pools.
     synchronous
         Complete each transfer before its submission returns (CPU pools only), as a simulation wants it.
+    queue_inline
+        Queue a transfer of a GPU in the submitting thread, unless it has to wait for another thread first.
     metrics
         Where to count.
     guards
@@ -64,6 +66,7 @@ class L2TransferEngine:
         device: torch.device | str,
         *,
         synchronous: bool = False,
+        queue_inline: bool = False,
         metrics: Metrics | None = None,
         guards: Guards | None = None,
     ) -> None:
@@ -73,7 +76,7 @@ class L2TransferEngine:
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
         self.failures = FailureLog()
-        self._lanes = LanePair(self.device, synchronous=synchronous)
+        self._lanes = LanePair(self.device, synchronous=synchronous, queue_inline=queue_inline)
 
     def submission_event(self) -> Event | None:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""

@@ -12,7 +12,9 @@ from .rows import Row
 from .tiers import Tiers
 
 STORAGE_STEP_BYTES = 128 << 20
-"""What is fetched from storage at a time: the load of one such piece overlaps with fetching the next."""
+STORAGE_STEPS = 8
+"""What is fetched from storage at a time, at least, and in how many pieces at most: the load of one piece overlaps with
+fetching the next, and each takes a millisecond or two to start."""
 
 
 def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -> tuple[int, list[Hit]]:
@@ -62,7 +64,8 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
     if not load or tiers.windowed:
         row.match = tree.prefetch(match)
     elif tiers.controller.has_storage:
-        step = max(1, STORAGE_STEP_BYTES // int(tiers.controller.storage_host_pool.page_bytes))
+        page_bytes = int(tiers.controller.storage_host_pool.page_bytes)
+        step = max(1, STORAGE_STEP_BYTES // page_bytes, -(-(limit - match.pages) // STORAGE_STEPS))
         end = match.pages
         while row.match.pages == end < limit:
             end = min(end + step, limit)

@@ -72,9 +72,6 @@ class Session:
         self._check_length()
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
-            matches = [row.match for row in self._rows if row.match is not None]
-            self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
-            tiers.controller.layer_done_counter.wait_queued(self._consumers)
             # While the first layers are on their way.
             self._cache.check_weights()
             past = self._past = self._new_past()
@@ -120,6 +117,7 @@ class Session:
         if not columns:
             return
         matches = [row.match for row in rows if row.match is not None]
+        self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
         device = tiers.layout.device
         tree = tiers.tree
         self._pages[PoolName.KV] = [PageRows(tree.device_page_numbers(m), tiers.page_size, device) for m in matches]

@@ -197,7 +197,10 @@ def build_tiers(
         pages = _connect_allocators(group, device, page_size)
         sidecars = [SidecarPoolSpec(PoolName.INDEXER, PoolName.KV)] if index_pool is not None else []
         controller = HybridCacheController(
-            group, sidecars=sidecars, storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
+            group,
+            sidecars=sidecars,
+            queue_inline=True,
+            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
         )
         undo.callback(controller.shutdown)
         components = []
