@@ -1,6 +1,7 @@
 """Reading pages, compiled and in Python: the same outcomes, and nobody waits for the module."""
 
 import ctypes
+import errno
 import logging
 import os
 import sys
@@ -123,6 +124,17 @@ def test_good_pages_take_no_second_look(reader, request_of, reading, monkeypatch
     monkeypatch.setattr(page_reader, "read_page", lambda *args, **how: looks.append(args) or real(*args, **how))
     assert all(found.outcome is Outcome.HIT for found in read(reader, [request_of(str(i))[0] for i in range(5)]))
     assert len(looks) == (5 if reading == "python" else 0)
+
+
+@pytest.mark.parametrize("reading", ["compiled"], indirect=True)
+def test_files_that_are_missing_or_fail_take_no_second_look(reader, request_of, monkeypatch):
+    requests = [request_of(name)[0] for name in ("missing", "failing")]
+    os.unlink(requests[0].path)
+    link(requests[1].path)
+    monkeypatch.setattr(page_reader, "read_page", lambda *args, **how: pytest.fail("a slow disk is asked again"))
+    missing, failing = read(reader, requests)
+    assert missing.outcome is Outcome.MISSING
+    assert (failing.errno, failing.filename) == (errno.ELOOP, requests[1].path)
 
 
 @pytest.mark.parametrize("reading", ["compiled"], indirect=True)
