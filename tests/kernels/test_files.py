@@ -122,7 +122,7 @@ def test_the_checksum_is_that_of_the_bytes_without_their_end(adler, tmp_path, th
 def test_so_many_threads_read_at_once(adler, tmp_path, count, threads, at_once):
     checksum, functions = adler
     path, targets = str(written(tmp_path / "page", 100)), [Target(100, 0) for _ in range(count)]
-    functions.checksum_await(at_once)
+    functions.checksum_await(at_once)  # of several, none is the caller's
     read_files([path] * count, [target.views for target in targets], threads=threads, checksum=checksum)
     assert functions.checksum_threads() == at_once
     assert functions.checksum_states() == 0

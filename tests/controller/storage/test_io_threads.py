@@ -58,8 +58,8 @@ def test_work_that_waits_gets_all_threads_and_busy_work_a_few(threads, monkeypat
     ("items", "item_bytes", "waits", "cpus", "worth"),
     [
         (100, MB, True, 1, 6),
-        (100, MB, False, 1, 2),
-        (100, MB, False, 4, 5),
+        (100, MB, False, 1, 1),
+        (100, MB, False, 5, 5),
         (100, MB, False, 100, 6),
         (3, MB, False, 100, 3),
         (3, 4096, False, 100, 1),
@@ -67,7 +67,7 @@ def test_work_that_waits_gets_all_threads_and_busy_work_a_few(threads, monkeypat
         (0, MB, True, 100, 1),
     ],
 )
-def test_compiled_work_gets_a_thread_a_cpu_and_one_more(threads, monkeypatch, items, item_bytes, waits, cpus, worth):
+def test_compiled_work_gets_a_thread_a_cpu(threads, monkeypatch, items, item_bytes, waits, cpus, worth):
     monkeypatch.setattr(io_threads, "_CPUS", cpus)
     assert threads.worth(items, item_bytes, waits=waits, compiled=True) == worth
 

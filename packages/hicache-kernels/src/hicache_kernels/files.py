@@ -82,10 +82,10 @@ def read_files(
     paths
         Names of the files.
     views
-        For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. That memory
-        must stay, and nobody may rely on its bytes, until the call returns; views that are made one by one are not kept.
+        For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. That
+        memory must stay, and nobody may rely on its bytes, until the call returns. Views made one by one are not kept.
     threads
-        Most files read at once, each in a thread that ends with the call; one is the caller's.
+        Most files read at once, each in a thread that ends with the call, a single one in the caller's.
     checksum
         Summed up while the bytes are still in the CPU's cache; None for nothing.
     unchecked

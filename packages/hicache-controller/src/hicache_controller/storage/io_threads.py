@@ -37,15 +37,15 @@ class IoThreads:
         items, item_bytes
             How much there is to do.
         waits
-            Whether it waits for a disk, which wants several requests at once. Work that keeps a CPU busy gets about a
-            thread a CPU.
+            Whether it waits for a disk, which wants several requests at once. Work that keeps a CPU busy gets a thread
+            a CPU.
         compiled
             Whether it runs without the GIL.
         """
         if waits:
             most = self._threads
         elif compiled:
-            most = min(self._threads, _CPUS + 1)  # of as many threads as CPUs, Linux may leave two on one for a while
+            most = min(self._threads, _CPUS)
         else:
             most = min(self._threads, _CPUS, _GIL_THREADS)
         return max(1, min(most, items, items * item_bytes // _LEAST_BYTES))
