@@ -41,6 +41,7 @@ from typing import NamedTuple
 import torch
 
 from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_kernels.probe import load_outcome
 
 MB = 1 << 20
 BATCH = 64
@@ -377,9 +378,10 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.0)
     parser.add_argument("--states", nargs="+", default=["cached", "disk"])
     parser.add_argument("--what", nargs="+", default=list(COMPARISONS))
-    parser.add_argument("--open-pages", type=int, default=100_000)
+    parser.add_argument("--open-pages", type=int, default=100_000, help="0 compares with dd, and nothing else")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    reads = load_outcome("files", "cpu")  # a storage would load it in the background, and read in Python until then
     with tempfile.TemporaryDirectory(dir=arguments.directory) as top:
         directory = Path(top)
         rows = []
@@ -388,22 +390,19 @@ def main() -> None:
                 for own_memory in (False, True):
                     rows.append(compare(directory, what, state, own_memory, arguments))
                     print(json.dumps(rows[-1]), flush=True)
-        if not arguments.open_pages:
-            return
-        small = [small_pages(directory, size, 8192, 8, 3) for size in (4096, 65536)]
-        print(json.dumps(small))
-        replacing = [full(directory, 4096, 8192), full(directory, MB, 512)]
-        print(json.dumps(replacing))
-        opened = opening(directory, arguments.open_pages)
-        print(json.dumps(opened))
+        others: dict[str, object] = {}
+        if arguments.open_pages:
+            others["small_pages"] = [small_pages(directory, size, 8192, 8, 3) for size in (4096, 65536)]
+            others["replacing"] = [full(directory, 4096, 8192), full(directory, MB, 512)]
+            others["open"] = opening(directory, arguments.open_pages)
+            print(json.dumps(others))
     result = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "kernel": platform.release()},
         "load_average": os.getloadavg(),
         "nice": os.nice(0),
+        "reads": "in Python" if reads.reason else "compiled",
         "against_dd": rows,
-        "small_pages": small,
-        "replacing": replacing,
-        "open": opened,
+        **others,
     }
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
