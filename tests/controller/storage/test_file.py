@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from hicache_controller.storage import FileStorage, Fingerprint, page_reader
+from hicache_controller.storage import FileStorage, Fingerprint, file, page_reader
 
 pytestmark = pytest.mark.usefixtures("reading")
 
@@ -295,6 +295,18 @@ def test_a_file_that_others_may_write_is_not_written_over(tmp_path, fingerprint,
     assert stat.S_IMODE(os.stat(storage.page_path(keys[2])).st_mode) == 0o600
     assert storage.batch_get(keys, pool.slots(range(3))) == [False, False, True]
     storage.close()
+
+
+def test_more_pages_than_are_read_at_once_keep_their_order(storage, fake_pool, new_keys, monkeypatch):
+    pool, keys = fake_pool(), new_keys(10)
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(10))
+    assert all(storage.batch_set(keys, pool.slots(range(10))))
+    os.unlink(storage.page_path(keys[4]))
+    monkeypatch.setattr(file, "_CHUNK_PAGES", 3)
+    target = list(range(20, 30))[::-1]
+    assert storage.batch_get(keys, pool.slots(target)) == [i != 4 for i in range(10)]
+    assert [pool.read(target[i]) for i in range(10) if i != 4] == [contents[i] for i in range(10) if i != 4]
 
 
 def test_a_page_that_leaves_while_it_is_read_is_a_miss_not_damage(

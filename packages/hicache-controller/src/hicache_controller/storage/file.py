@@ -182,18 +182,15 @@ class FileStorage(HiCacheStorage):
         if self._reads.active:
             self._count("skipped", len(keys))
             return [False] * len(keys)
-        paths = [self._path(pool, key + self._model) for key in keys]
-        requests = [
-            PageRequest(path, functools.partial(_page_memory, pool, page), key)
-            for path, page, key in zip(paths, pages, keys, strict=True)
-        ]
         # Pages that are read together were mostly written together.
-        waits = not all(is_cached(path) for path in {paths[0], paths[-1]})
-        found = self._reader.read(requests, fingerprint=pool.digest, page_bytes=pool.page_bytes, waits=waits)
-        now = time.time_ns()
-        outcomes = [self._settled(path, page, now) for path, page in zip(paths, found, strict=True)]
+        part = self._part(pool)
+        ends = {self._directory.page_path(key + self._model, part) for key in (keys[0], keys[-1])}
+        waits = not all(is_cached(path) for path in ends)
+        outcomes: list[Outcome] = []
+        for start in range(0, len(keys), _CHUNK_PAGES):
+            end = start + _CHUNK_PAGES
+            outcomes += self._read(pool, keys[start:end], pages[start:end], waits)
         with self._mutex:
-            part = self._part(pool)
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
                 if outcome is Outcome.HIT:
                     # A page another process stored gets its parent with the next scan.
@@ -202,13 +199,25 @@ class FileStorage(HiCacheStorage):
                     self._index.remove_part(key + self._model, part)
                     if file_size(self._directory.page_path(key + self._model, part)) is None:
                         self._note_removed((key,), pool.name)
-            self._counts.update(outcome.value for outcome in outcomes)
+            self._counts.update({outcome.value: count for outcome, count in Counter(outcomes).items()})
             hits = outcomes.count(Outcome.HIT)
             self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
             self._counts["bytes_read"] += hits * pool.page_bytes
         if hits and self._reads.succeeded():
             logger.info("storage %s: reading works again", self._root)
         return [outcome is Outcome.HIT for outcome in outcomes]
+
+    def _read(self, pool: RegisteredPool, keys: list[bytes], pages: list[int], waits: bool) -> list[Outcome]:
+        part = self._part(pool)
+        requests = [
+            PageRequest(
+                self._directory.page_path(key + self._model, part), functools.partial(_page_memory, pool, page), key
+            )
+            for key, page in zip(keys, pages, strict=True)
+        ]
+        found = self._reader.read(requests, fingerprint=pool.digest, page_bytes=pool.page_bytes, waits=waits)
+        now = time.time_ns()
+        return [self._settled(request.path, page, now) for request, page in zip(requests, found, strict=True)]
 
     def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:
         """Renew a page that is used, remove one that nobody can use, and tell what it is."""

@@ -159,10 +159,10 @@ def _read_open(
     if offset != status.st_size:
         return Outcome.DAMAGED
     _update(checksum, [*last, memoryview(footer)[:-UNCHECKED_BYTES]])
-    return outcome_of(footer, checksum.digest(), size, key, fingerprint)
+    return outcome_of(bytes(footer), checksum.digest(), size, key, fingerprint)
 
 
-def outcome_of(footer: bytearray | memoryview, digest: bytes, size: int, key: bytes, fingerprint: bytes) -> Outcome:
+def outcome_of(footer: bytes, digest: bytes, size: int, key: bytes, fingerprint: bytes) -> Outcome:
     """Tell what a page is that was read in full.
 
     Parameters
@@ -174,15 +174,14 @@ def outcome_of(footer: bytearray | memoryview, digest: bytes, size: int, key: by
     size, key, fingerprint
         Bytes of the payload, and what the footer must say.
     """
-    magic, version = struct.unpack_from("<8sI", footer)
+    magic, version, _, bytes_, key_length, _, key_field, _, fingerprint_field = _FIELDS.unpack_from(footer)
     if magic != MAGIC:
         return Outcome.DAMAGED
     if version != VERSION:
         return Outcome.OLD_FORMAT
-    if digest != bytes(footer[-UNCHECKED_BYTES:]):
+    if digest != footer[-UNCHECKED_BYTES:]:
         return Outcome.DAMAGED
-    found = _FIELDS.unpack_from(footer)
-    if (found[6][: found[4]], found[8], found[3]) != (key, fingerprint, size):
+    if (key_field[:key_length], fingerprint_field, bytes_) != (key, fingerprint, size):
         return Outcome.FOREIGN
     return Outcome.HIT
 

@@ -93,13 +93,13 @@ class PageReader:
                 results.append(PageRead(Outcome.MISSING))
             elif file.error:
                 results.append(OSError(file.error, os.strerror(file.error), request.path))
-            elif self._is_hit(file, footer, request.key, fingerprint, page_bytes):
+            elif self._is_hit(file, bytes(footer), request.key, fingerprint, page_bytes):
                 results.append(PageRead(Outcome.HIT, file.changed_ns))
             else:  # rare, and it takes a second look to tell what it is
                 results.append(read_one(request))
         return results
 
-    def _is_hit(self, file: FileRead, footer: memoryview, key: bytes, fingerprint: bytes, page_bytes: int) -> bool:
+    def _is_hit(self, file: FileRead, footer: bytes, key: bytes, fingerprint: bytes, page_bytes: int) -> bool:
         # Of what was not read in full, the footer is zeros.
         outcome = outcome_of(footer, digest_of(file.low, file.high), page_bytes, key, fingerprint)
         return outcome is Outcome.HIT and file.owner == self._owner

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import sys
 
 import xxhash
 
 from hicache_kernels.files import Checksum
 
-_MASK = (1 << 64) - 1
+_HALVES = struct.Struct(">qq")
 
 
 class _Digest(ctypes.Structure):
-    _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
+    _fields_ = [("low", ctypes.c_int64), ("high", ctypes.c_int64)]
 
 
 @functools.cache
@@ -39,8 +40,8 @@ def xxh3_checksum() -> Checksum | None:
 
 
 def digest_of(low: int, high: int) -> bytes:
-    """Return the 16 bytes that ``xxhash`` gives for these halves."""
-    return ((high & _MASK) << 64 | (low & _MASK)).to_bytes(16, "big")
+    """Return the 16 bytes that ``xxhash`` gives for these halves, signed numbers of 64 bits."""
+    return _HALVES.pack(high, low)
 
 
 def _works(checksum: Checksum) -> bool:
