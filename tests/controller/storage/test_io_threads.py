@@ -72,6 +72,26 @@ def test_compiled_work_gets_a_thread_a_cpu(threads, monkeypatch, items, item_byt
     assert threads.worth(items, item_bytes, waits=waits, compiled=True) == worth
 
 
+def test_compiled_work_may_have_a_limit_of_its_own(monkeypatch):
+    monkeypatch.setattr(io_threads, "_CPUS", 100)
+    threads = IoThreads(6, 20)
+    many = {"items": 100, "item_bytes": MB}
+    assert threads.worth(**many, waits=False, compiled=True) == 20
+    assert threads.worth(**many, waits=True, compiled=True) == 6
+    threads.shutdown()
+
+
+@pytest.mark.parametrize(("given", "waiting", "cached"), [(None, 8, 16), (3, 3, 3)])
+def test_a_storage_takes_more_threads_for_cached_pages_unless_told(
+    tmp_path, fingerprint, monkeypatch, given, waiting, cached
+):
+    monkeypatch.setattr(io_threads, "_CPUS", 100)
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, threads=given)
+    found = [storage._threads.worth(100, MB, waits=waits, compiled=True) for waits in (True, False)]
+    storage.close()
+    assert found == [waiting, cached]
+
+
 def test_small_work_stays_on_the_callers_thread(threads):
     done_by = threads.map(lambda _: threading.get_ident(), list(range(20)), 4096, waits=True)
     assert set(done_by) == {threading.get_ident()}

@@ -23,10 +23,13 @@ class IoThreads:
     ----------
     threads
         Most that work at once for one call, the caller's included.
+    compiled_threads
+        The same for work that keeps CPUs busy and runs without the GIL; None for ``threads``.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, compiled_threads: int | None = None) -> None:
         self._threads = threads
+        self._compiled_threads = threads if compiled_threads is None else compiled_threads
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="hicache-file")
 
     def worth(self, items: int, item_bytes: int, *, waits: bool, compiled: bool) -> int:
@@ -45,7 +48,7 @@ class IoThreads:
         if waits:
             most = self._threads
         elif compiled:
-            most = min(self._threads, _CPUS)
+            most = min(self._compiled_threads, _CPUS)
         else:
             most = min(self._threads, _CPUS, _GIL_THREADS)
         return max(1, min(most, items, items * item_bytes // _LEAST_BYTES))
