@@ -30,7 +30,7 @@ _CHUNK_PAGES = 256
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _THREADS = 8  # disks want several requests at once, whatever the number of cores
-_CPU_THREADS = 16  # a core copies and sums up 3 to 4 GB/s out of the page cache, 16 of them 37 (measured on a GPU's host)
+_CPU_THREADS = 16  # a core copies and sums up 3 to 4 GB/s out of the page cache, 16 of them 37 (on a GPU host)
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
 
 
