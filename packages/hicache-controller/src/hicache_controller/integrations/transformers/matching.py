@@ -12,7 +12,7 @@ from .rows import Row
 from .tiers import Tiers
 
 STORAGE_STEP_BYTES = 128 << 20
-STORAGE_STEPS = 4
+STORAGE_STEPS = 3
 """What is fetched from storage at a time, at least, and in how many pieces at most: the load of one piece overlaps with
 fetching the next, and each takes a millisecond or two to start."""
 
