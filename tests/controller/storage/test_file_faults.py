@@ -1,8 +1,10 @@
 """FileStorage where the medium does not work: no wrong byte, no exception, and it picks up again."""
 
+import contextlib
 import errno
 import logging
 import os
+import resource
 import shutil
 import struct
 import tempfile
@@ -328,6 +330,48 @@ def test_a_lock_that_is_never_given_back_is_a_failed_store(stored, new_keys, mon
         assert storage.batch_set(new_keys(2), pool.slots(range(2))) == [False, False]
     assert storage.stats().write_errors == 1
     assert storage.stats().backing_off
+
+
+def works_again(storage, pool, keys, contents, clock):
+    """No page was given up: the index and the directory are as before, and all come back once the pause is over."""
+    stats = storage.stats()
+    assert (stats.read_errors, stats.pages, stats.backing_off) == (KEYS, KEYS, True)
+    assert all(os.path.exists(storage.page_path(key)) for key in keys)
+    assert storage.batch_get(keys, pool.slots(range(30, 38))) == [False] * KEYS
+    assert storage.stats().skipped == KEYS
+    clock.now += 1
+    assert storage.batch_get(keys, pool.slots(range(30, 38))) == [True] * KEYS
+    assert [pool.read(page) for page in range(30, 38)] == contents
+
+
+def test_pages_outlive_a_process_without_descriptors(stored, clock):
+    storage, pool, keys, contents = stored
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        found = storage.batch_get(keys, pool.slots(range(20, 28)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in opened:
+            os.close(file)
+    assert found == [False] * KEYS
+    works_again(storage, pool, keys, contents, clock)
+
+
+@pytest.mark.parametrize("code", ["EMFILE", "ENFILE", "ENOMEM", "EFAULT", "EINTR", "EAGAIN"])
+def test_an_error_that_is_not_of_the_file_removes_no_page(stored, clock, monkeypatch, code):
+    storage, pool, keys, contents = stored
+    removed = []
+    storage.set_removal_listener(lambda keys, name: removed.extend(keys))
+    with monkeypatch.context() as broken:
+        broken.setattr(storage._reader, "read", lambda requests, **how: [OSError(getattr(errno, code), "no")] * KEYS)
+        assert storage.batch_get(keys, pool.slots(range(20, 28))) == [False] * KEYS
+    works_again(storage, pool, keys, contents, clock)
+    assert removed == []
 
 
 def test_a_closed_storage_says_so(stored):

@@ -31,6 +31,8 @@ _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _THREADS = 8  # disks want several requests at once, whatever the number of cores
 _CPU_THREADS = 16  # a core copies and sums up 3 to 4 GB/s out of the page cache, 16 of them 37 (on a GPU host)
+# What these say is of the process or the system, and nothing of the file.
+_NOT_OF_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT, errno.EINTR, errno.EAGAIN})
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
 
 
@@ -197,10 +199,9 @@ class FileStorage(HiCacheStorage):
                 if outcome is Outcome.HIT:
                     # A page another process stored gets its parent with the next scan.
                     self._index.touch(key + self._model, tick)
-                else:
+                elif file_size(self._directory.page_path(key + self._model, part)) is None:
                     self._index.remove_part(key + self._model, part)
-                    if file_size(self._directory.page_path(key + self._model, part)) is None:
-                        self._note_removed((key,), pool.name)
+                    self._note_removed((key,), pool.name)
             self._counts.update({outcome.value: count for outcome, count in Counter(outcomes).items()})
             hits = outcomes.count(Outcome.HIT)
             self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
@@ -225,7 +226,7 @@ class FileStorage(HiCacheStorage):
         """Renew a page that is used, remove one that nobody can use, and tell what it is."""
         if isinstance(found, OSError):
             self._count("read_errors")
-            if not remove_file(path):
+            if found.errno in _NOT_OF_THE_FILE or not remove_file(path):
                 self._failed(self._reads, None, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
