@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 
 import pytest
 
@@ -334,3 +335,56 @@ def test_a_page_that_leaves_while_it_is_read_is_a_miss_not_damage(
     assert (stats.misses, stats.damaged, stats.foreign) == (1, 0, 0)
     assert storage.batch_get(keys[1:], pool.slots([9])) == [True]
     storage.close()
+
+
+@pytest.mark.parametrize("call", ["batch_get", "batch_set"])
+def test_closing_waits_until_nothing_touches_the_pool(storage, fake_pool, new_keys, call):
+    pool, keys, new = fake_pool(), new_keys(6), new_keys(6)
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(6))
+    assert all(storage.batch_set(keys, pool.slots(range(6))))
+    closer = threading.Thread(target=storage.close)
+    page_memory, waits = pool.page_memory, []
+
+    def closed_meanwhile(page):
+        if closer.ident is None:
+            closer.start()
+            closer.join(0.2)  # enough for one that does not wait
+            waits.append(closer.is_alive())
+        return page_memory(page)
+
+    pool.page_memory = closed_meanwhile
+    if call == "batch_get":
+        assert storage.batch_get(keys, pool.slots(range(6, 12))) == [True] * 6
+    else:
+        assert storage.batch_set(new, pool.slots(range(6))) == [True] * 6
+    closer.join()
+    assert waits == [True]
+    assert [page for page in range(6, 12) if pool.read(page) in contents] == [*range(6, 12)] * (call == "batch_get")
+    with pytest.raises(RuntimeError, match="closed"):
+        storage.batch_exists(keys)
+
+
+def test_a_call_that_begins_as_the_storage_closes_is_refused(storage, fake_pool, new_keys):
+    pool = fake_pool()
+    storage.register_mem_pool_host(pool)
+    storage.close()
+    storage._closed = False  # as a call saw it that lost its CPU then
+    for call in (storage.batch_get, storage.batch_set):
+        with pytest.raises(RuntimeError, match="closed"):
+            call(new_keys(2), pool.slots(range(2)))
+    with pytest.raises(RuntimeError, match="closed"):
+        storage.clear()
+
+
+@pytest.mark.parametrize("broken", ["reader", "scan"])
+def test_a_storage_that_cannot_be_made_leaves_the_directory(tmp_path, fingerprint, monkeypatch, broken):
+    def fail(*_):
+        raise OSError(5, "no") if broken == "scan" else RuntimeError("no")
+
+    monkeypatch.setattr(*((file, "PageReader") if broken == "reader" else (FileStorage, "_scan")), fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((OSError, RuntimeError), match="no"):
+        FileStorage(tmp_path / "cache", fingerprint=fingerprint)
+    assert os.listdir(tmp_path / "cache" / "writers") == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)

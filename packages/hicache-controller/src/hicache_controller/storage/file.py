@@ -22,6 +22,7 @@ from .page_cache import is_cached
 from .page_file import FOOTER_BYTES, Outcome, PageRead, write_page
 from .page_index import PageEntry, PageIndex
 from .page_reader import PageReader, PageRequest
+from .running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,19 @@ class FileStorage(HiCacheStorage):
         self._reads, self._writes = Backoff(clock), Backoff(clock)
         self._lost = False
         self._reopening = threading.Lock()
-        try:
-            self._directory = StorageDirectory(self._root)
-            self._scan()
-            self._reserve(0, 0, set())
-        except OSError as error:
-            why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
-            raise type(error)(error.errno, why, error.filename) from error
-        self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
-        self._reader = PageReader(self._threads, os.geteuid())
+        self._calls = RunningCalls()  # that move or remove pages
+        with contextlib.ExitStack() as undo:
+            try:
+                self._directory = StorageDirectory(self._root)
+                undo.callback(self._directory.close)
+                self._scan()
+                self._reserve(0, 0, set())
+            except OSError as error:
+                why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
+                raise type(error)(error.errno, why, error.filename) from error
+            self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
+            self._reader = PageReader(self._threads, os.geteuid())
+            undo.pop_all()
 
     def page_path(self, key: bytes, name: str = "kv") -> str:
         """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
@@ -119,7 +124,7 @@ class FileStorage(HiCacheStorage):
         """Remove every page of this fingerprint; pages of other models and ranks stay."""
         self._check_open()
         try:
-            with self._directory.locked(exclusive=True):
+            with self._calls.one(), self._directory.locked(exclusive=True):
                 self._scan()
                 with self._mutex:
                     for entry in [e for e in self._index if e.key.endswith(self._model)]:
@@ -147,9 +152,12 @@ class FileStorage(HiCacheStorage):
             self._index.check_integrity()
 
     def close(self) -> None:
-        """Wait for what is running, then leave the directory. Idempotent."""
-        if not self._closed:
-            super().close()
+        """Wait for calls of other threads that load, store or clear, then leave the directory. Idempotent.
+
+        Nothing reads or writes a pool's memory any more once this has returned.
+        """
+        super().close()
+        if self._calls.end():
             self._threads.shutdown()
             self._directory.close()
 
@@ -183,6 +191,10 @@ class FileStorage(HiCacheStorage):
         return present
 
     def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        with self._calls.one():
+            return self._load_pages(pool, keys, pages)
+
+    def _load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
         if self._reads.active:
             self._count("skipped", len(keys))
             return [False] * len(keys)
@@ -240,6 +252,12 @@ class FileStorage(HiCacheStorage):
     # Writing
 
     def _store(
+        self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
+    ) -> list[bool]:
+        with self._calls.one():
+            return self._store_pages(pool, keys, pages, parents)
+
+    def _store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         stored = [False] * len(keys)
