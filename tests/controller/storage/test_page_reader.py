@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import sys
 
@@ -13,6 +14,7 @@ from hicache_controller.storage import FileStorage, page_file, page_reader, xxh3
 from hicache_controller.storage.io_threads import IoThreads
 from hicache_controller.storage.page_file import Outcome
 from hicache_controller.storage.page_reader import PageReader, PageRequest
+from hicache_kernels import files
 from hicache_kernels.probe import LoadOutcome
 
 NAMES = {"key": b"key", "fingerprint": bytes(range(16))}
@@ -145,6 +147,28 @@ def test_pages_are_read_in_python_until_the_module_is_there(reader, threads, req
     request, payload, back = request_of("page")
     assert read(PageReader(threads, os.geteuid()), [request])[0].outcome is Outcome.HIT
     assert bytes(back) == payload
+
+
+@pytest.mark.parametrize("reading", ["compiled"], indirect=True)
+@pytest.mark.parametrize("mapped", [0, 1, 2])
+def test_the_memory_of_every_page_stays_mapped_while_compiled_code_writes_there(
+    reader, request_of, monkeypatch, mapped
+):
+    requests = [request_of(str(i))[0] for i in range(3)]
+    memory = mmap.mmap(-1, SIZE)
+    requests[mapped] = requests[mapped]._replace(memory=lambda: (memoryview(memory),))
+    entry, tried = files._function(), []
+
+    def unmapped_meanwhile(*arguments):
+        with pytest.raises(BufferError):
+            memory.close()
+        tried.append(mapped)
+        entry(*arguments)
+
+    monkeypatch.setattr(files, "_function", lambda: unmapped_meanwhile)
+    assert [found.outcome for found in read(reader, requests)] == [Outcome.HIT] * 3
+    assert tried == [mapped]
+    memory.close()
 
 
 def test_statistics_tell_how_a_storage_reads(tmp_path, fingerprint, reading):

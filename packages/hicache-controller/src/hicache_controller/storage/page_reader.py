@@ -6,7 +6,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache_kernels.files import FileRead, read_files
@@ -79,10 +79,19 @@ class PageReader:
             return self._threads.map(read_one, requests, item_bytes, waits=waits)
         footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
         ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
+        held: list[memoryview] = []
+
+        def views() -> Iterator[tuple[memoryview, ...]]:
+            # Not as a list: a page may have hundreds of views, and Python looks through all that are alive for cycles.
+            for request, end in zip(requests, ends, strict=True):
+                memory = request.memory()
+                # Compiled code knows addresses only; one view a page keeps its memory from being unmapped meanwhile.
+                held.extend(memory[:1])
+                yield (*memory, end)
+
         found = read_files(
             [request.path for request in requests],
-            # Not as a list: a page may have hundreds of views, and Python looks through all that are alive for cycles.
-            ((*request.memory(), end) for request, end in zip(requests, ends, strict=True)),
+            views(),
             threads=self._threads.worth(len(requests), item_bytes, waits=waits, compiled=True),
             checksum=xxh3_checksum(),
             unchecked=UNCHECKED_BYTES,
