@@ -152,28 +152,28 @@ def test_a_closing_lane_ends_the_running_job_and_abandons_the_rest():
 def test_an_inline_thread_lane_runs_what_needs_no_waiting_in_the_submitting_thread():
     log, storage, queued = [], HostSignal(), StreamSignal()
     queued.fire([])
-    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    lane = ThreadLane(CpuDevice(), "lane")
     jobs = [Recorder(log, number) for number in range(4)]
-    lane.submit(jobs[0], [COMPLETED, queued])
+    lane.submit(jobs[0], [COMPLETED, queued], inline=True)
     assert log == [0]
     assert jobs[0].thread is threading.current_thread()
-    lane.submit(jobs[1], [storage])
-    lane.submit(jobs[2], [])
+    lane.submit(jobs[1], [storage], inline=True)
+    lane.submit(jobs[2], [], inline=True)
     assert log == [0]
     storage.fire()
     jobs[2].ended.wait()
     assert log == [0, 1, 2]
     assert jobs[2].thread is jobs[1].thread is not threading.current_thread()
     assert lane.close(30)
-    lane.submit(jobs[3], [])
+    lane.submit(jobs[3], [], inline=True)
     assert isinstance(jobs[3].error, LaneStoppedError)
 
 
 def test_an_inline_thread_lane_leaves_it_to_its_thread_to_wait_for_what_is_not_queued():
     log, unqueued = [], StreamSignal()
-    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    lane = ThreadLane(CpuDevice(), "lane")
     job = Recorder(log, "job")
-    lane.submit(job, [EventGroup([COMPLETED, unqueued])])
+    lane.submit(job, [EventGroup([COMPLETED, unqueued])], inline=True)
     assert log == []
     unqueued.fire([])
     job.ended.wait()
@@ -183,11 +183,11 @@ def test_an_inline_thread_lane_leaves_it_to_its_thread_to_wait_for_what_is_not_q
 
 def test_jobs_of_an_inline_thread_lane_run_one_at_a_time(in_thread):
     log, gate = [], threading.Event()
-    lane = ThreadLane(CpuDevice(), "lane", inline=True)
+    lane = ThreadLane(CpuDevice(), "lane")
     first, second = Recorder(log, "first", gate), Recorder(log, "second")
-    submitter = in_thread(lambda: lane.submit(first, []))
+    submitter = in_thread(lambda: lane.submit(first, [], inline=True))
     first.entered.wait()
-    lane.submit(second, [])
+    lane.submit(second, [], inline=True)
     assert not lane.close(0.05)
     assert log == []
     gate.set()
@@ -195,6 +195,36 @@ def test_jobs_of_an_inline_thread_lane_run_one_at_a_time(in_thread):
     assert lane.close(30)
     assert log == ["first"]
     assert isinstance(second.error, LaneStoppedError)
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_an_event_that_raises_abandons_its_job_and_no_other(inline):
+    class Faulty(CpuDevice):
+        def order(self, event):
+            if event is faulty:
+                raise RuntimeError("an illegal memory access")
+
+    log, faulty = [], FakeCudaEvent()
+    lane = ThreadLane(Faulty(), "lane")
+    first, second = Recorder(log, "first"), Recorder(log, "second")
+    lane.submit(first, [faulty], inline=inline)
+    lane.submit(second, [COMPLETED], inline=inline)
+    first.ended.wait()
+    second.ended.wait()
+    assert str(first.error) == "an illegal memory access"
+    assert log == ["second"]
+    assert lane.close(30)
+
+
+def test_what_the_cpu_moves_itself_is_not_queued_inline(make_stack):
+    stack = make_stack(queue_inline=True)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    stack.controller.write(stack.alloc(1), node_id=1)
+    stack.controller.start_writing()
+    gate.open()
+    (ack,) = stack.controller.poll_writes(wait=True)
+    assert ack.error is None
 
 
 def test_an_inline_lane_is_done_when_submit_returns():

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from hicache_controller import Namespace
 from hicache_controller.integrations.transformers import HiCache, Hit, matching
 from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
+from hicache_controller.storage_worker import PrefetchOperation
 
 
 def _families() -> ModuleType:
@@ -305,6 +306,41 @@ def test_a_long_prefix_comes_from_storage_in_pieces(
     assert chosen == expected[0]
     for mine, its in zip(seen, expected[1], strict=True):
         torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("where", ["lookup", "wait"])
+def test_a_session_interrupted_while_it_fetches_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 1)
+    model = fam.make_model("llama", seed=10)
+    prompt = fam.random_tokens(9 * fam.PAGE + 4)
+    with fam.open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, prompt, 9 * fam.PAGE)
+    with fam.open_cache(model, storage=tmp_path) as cache:
+        calls: list[str] = []
+        owner, name = (cache.tiers.tree, "_storage_exists") if where == "lookup" else (PrefetchOperation, "wait")
+        real = getattr(owner, name)
+
+        def interrupt(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cache.session(prompt).__enter__()
+        fam.check(cache)
+        with cache.session(prompt) as past:
+            assert past.hits[0].tokens == 9 * fam.PAGE
+        fam.check(cache)
+        cache.drop_device()
+        tree, pool = cache.tiers.tree, cache.tiers.controller.mem_pool_host
+        tree.evict_host(tree.stats().host_pages)
+        cache.flush()
+        assert (tree.stats().host_pages, pool.available_size()) == (0, pool.size)
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3", "falcon_h1"], indirect=True)

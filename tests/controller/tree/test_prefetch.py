@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hicache_controller.storage.memory import MemoryStorage
+from hicache_controller.storage_worker import PrefetchOperation
 
 MakeModel = Callable[..., Any]
 KeysOf = Callable[[Any], list[bytes]]
@@ -51,6 +52,31 @@ def test_tree_serves_others_while_a_prefetch_is_under_way(make_model: MakeModel,
     assert match.pages == 4
     model.verify_match(match)
     model.cache.release(match)
+    model.empty()
+
+
+@pytest.mark.parametrize("where", ["lookup", "request", "wait"])
+def test_interrupted_prefetch_leaves_nothing_behind(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    model = stored(make_model, (1, 2, 3))
+    match = model.cache.match_prefix(keys_of((1, 2, 3)))
+
+    def interrupt(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "lookup":
+            patch.setattr(model.cache, "_storage_exists", interrupt)
+        elif where == "request":
+            patch.setattr(model.controller, "prefetch", interrupt)
+        else:
+            patch.setattr(PrefetchOperation, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model.cache.prefetch(match)
+    model.cache.release(match)
+    model.cache.drain()
+    assert model.serve((1, 2, 3)) == 3
     model.empty()
 
 

@@ -36,7 +36,7 @@ class HiCacheController(TransferController):
     queue_inline
         Queue the transfers of pools on a GPU in the thread that starts them, unless they have to wait for another
         thread first. That saves the hand-over to a thread, and takes that thread's time: for engines without a
-        scheduler that must not be held up. Pools on CPU move their bytes on a thread all the same.
+        scheduler that must not be held up. What the CPU moves itself goes by a thread all the same.
     io_backend
         ``"kernel"`` or ``"direct"``, handed to the pools.
     write_block_quota, load_block_quota

@@ -56,11 +56,9 @@ class _Latch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is open, at most ``timeout`` seconds; tell whether it is."""
-        if not self.is_open:
-            if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-                return False
+        if not self.is_open and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             self._lock.release()
-        return True
+        return self.is_open
 
 
 class HostSignal:

@@ -149,6 +149,10 @@ class Device(Protocol):
         """Make the lane's stream current."""
         ...
 
+    def moves_on_cpu(self, transfers: Iterable[TransferPart]) -> bool:
+        """Tell whether the CPU moves any of a transfer's parts itself."""
+        ...
+
     def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
         """Let those of a transfer's parts that the CPU does itself follow what the current scope was ordered behind."""
         ...
@@ -182,6 +186,10 @@ class CpuDevice:
     def scope(self) -> AbstractContextManager[object]:
         """Return a scope that does nothing."""
         return contextlib.nullcontext()
+
+    def moves_on_cpu(self, transfers: Iterable[TransferPart]) -> bool:
+        """Tell that it does."""
+        return True
 
     def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
         """Return at once: this thread has waited already."""
@@ -238,23 +246,18 @@ class CudaDevice:
         """Make the stream, and with it the device, current."""
         return torch.cuda.stream(self.stream)
 
+    def moves_on_cpu(self, transfers: Iterable[TransferPart]) -> bool:
+        """Tell whether a pool of the transfer moves its rows in plain torch."""
+        return any(map(_moves_on_cpu, transfers))
+
     def before_transfer(self, transfers: Iterable[TransferPart]) -> None:
         """Synchronize the stream where a pool moves its rows in plain torch: the CPU reads host memory then, no stream.
 
         Said once for each pool whose direct path was forbidden; where it has none, the pool has said so itself.
         """
-        on_cpu = False
-        for transfer in transfers:
-            pool = transfer.host_pool
-            if pool.can_use_write_back_jit:
-                continue
-            direct = pool.capabilities().direct
-            if not runs_on_cpu(
-                staged=False, direct=direct, io_backend=transfer.io_backend, block_quota=transfer.block_quota
-            ):
-                continue
-            on_cpu = True
-            if direct and transfer.name not in self._told:
+        on_cpu = [transfer for transfer in transfers if _moves_on_cpu(transfer)]
+        for transfer in on_cpu:
+            if transfer.host_pool.capabilities().direct and transfer.name not in self._told:
                 self._told.add(transfer.name)
                 logger.warning(
                     "transfers of pool %s run in plain torch: it has no staged path, and io_backend=%r with "
@@ -271,11 +274,19 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
 
+def _moves_on_cpu(transfer: TransferPart) -> bool:
+    pool = transfer.host_pool
+    if pool.can_use_write_back_jit:
+        return False
+    direct = pool.capabilities().direct
+    return runs_on_cpu(staged=False, direct=direct, io_backend=transfer.io_backend, block_quota=transfer.block_quota)
+
+
 class Lane(Protocol):
     """An ordered queue of jobs."""
 
-    def submit(self, job: Job, after: Sequence[Event]) -> None:
-        """Run ``job`` behind the jobs before it and behind the events ``after``."""
+    def submit(self, job: Job, after: Sequence[Event], *, inline: bool = False) -> None:
+        """Run ``job`` behind the jobs before it and behind the events ``after``; ``inline`` now, if that is at once."""
         ...
 
     def close(self, timeout: float) -> bool:
@@ -290,7 +301,7 @@ class InlineLane:
         self._device = device
         self._closed = False
 
-    def submit(self, job: Job, after: Sequence[Event]) -> None:
+    def submit(self, job: Job, after: Sequence[Event], *, inline: bool = False) -> None:
         """Run ``job`` now."""
         if self._closed:
             job.abandon(LaneStoppedError("the transfer engine is closed"))
@@ -307,23 +318,14 @@ class InlineLane:
 
 
 class ThreadLane:
-    """Runs jobs on a thread of its own.
-
-    Parameters
-    ----------
-    device, name
-        What the jobs run on; name of the thread.
-    inline
-        Run a job in the thread that submits it where no job is before it and it has to wait for no thread: that saves
-        the hand-over, and takes the time to queue it.
+    """Runs jobs on a thread of its own, or where they are submitted.
 
     Invariant: a job waits only for events of jobs submitted before it and for events of callers, so two lanes never
     wait for each other in a circle. One job runs at a time.
     """
 
-    def __init__(self, device: Device, name: str, *, inline: bool = False) -> None:
+    def __init__(self, device: Device, name: str) -> None:
         self._device = device
-        self._inline = inline
         self._jobs: deque[tuple[Job, tuple[Event, ...]]] = deque()
         self._changed = threading.Condition()
         self._running = False
@@ -331,10 +333,10 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, after: Sequence[Event]) -> None:
-        """Queue ``job``."""
+    def submit(self, job: Job, after: Sequence[Event], *, inline: bool = False) -> None:
+        """Queue ``job``; with ``inline`` run it now where no job is before it and it has to wait for no thread."""
         with self._changed:
-            inline = self._inline and not (self._running or self._jobs or self._stopping)
+            inline = inline and not (self._running or self._jobs or self._stopping)
             inline = inline and all(is_queued(event) for event in after)
             if inline:
                 self._running = True
@@ -347,9 +349,7 @@ class ThreadLane:
             return
         try:
             with self._device.scope():
-                for event in after:
-                    self._device.order(event)
-                job.run()
+                self._run(job, after)
         finally:
             self._ended()
 
@@ -381,11 +381,21 @@ class ThreadLane:
                         return
                     job, after = self._jobs.popleft()
                     self._running = True
-                if self._wait_for(after):
-                    job.run()
-                else:
-                    job.abandon(LaneStoppedError("the transfer engine closed before the transfer could start"))
-                self._ended()
+                try:
+                    self._run(job, after)
+                finally:
+                    self._ended()
+
+    def _run(self, job: Job, after: Sequence[Event]) -> None:
+        try:
+            ready = self._wait_for(after)
+        except Exception as error:  # as after a fault of the device: whoever waits for the job must be told
+            job.abandon(error)
+            return
+        if ready:
+            job.run()
+        else:
+            job.abandon(LaneStoppedError("the transfer engine closed before the transfer could start"))
 
     def _wait_for(self, events: Sequence[Event]) -> bool:
         """Order the job behind ``events``; False when the lane stops meanwhile."""
@@ -408,8 +418,6 @@ class LanePair:
         Device of the pools.
     synchronous
         Complete every transfer before its submission returns; for CPU pools only.
-    queue_inline
-        Queue transfers of a GPU in the submitting thread, where they need not wait for another one.
 
     Raises
     ------
@@ -417,7 +425,7 @@ class LanePair:
         For ``synchronous`` on a device other than CPU.
     """
 
-    def __init__(self, device: torch.device, *, synchronous: bool, queue_inline: bool = False) -> None:
+    def __init__(self, device: torch.device, *, synchronous: bool) -> None:
         self.device_to_host_device: Device
         self.host_to_device_device: Device
         self.device_to_host: Lane
@@ -435,9 +443,8 @@ class LanePair:
             self.host_to_device = InlineLane(self.host_to_device_device)
         else:
             # Also on CUDA, where queueing is all there is to do: it takes longer than a scheduler should be held up.
-            inline = queue_inline and device.type != "cpu"
-            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host", inline=inline)
-            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device", inline=inline)
+            self.device_to_host = ThreadLane(self.device_to_host_device, "hicache-device-to-host")
+            self.host_to_device = ThreadLane(self.host_to_device_device, "hicache-host-to-device")
 
     def submission_event(self) -> Event | None:
         """Event of the work the caller's stream holds now."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .agreement import Agreement
 from .events import COMPLETED
 from .in_flight import InFlight, Use
+from .interrupts import interrupts_held_back
 from .operations import Ack, CacheOperation, OperationCancelledError
 from .transfer_handle import TransferHandle
 
@@ -119,6 +120,11 @@ class OperationQueue:
         """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
         if not self.waiting:
             return None
+        # Ctrl-C between two of these steps would leave slots in no book, or copies on a stream without their handle.
+        with interrupts_held_back():
+            return self._start()
+
+    def _start(self) -> StartedOperation:
         operation = CacheOperation.merge_ops(self.waiting)
         for part in self.waiting:
             self.waiting_uses.remove(part)

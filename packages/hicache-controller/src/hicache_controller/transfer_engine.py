@@ -54,7 +54,8 @@ class L2TransferEngine:
     synchronous
         Complete each transfer before its submission returns (CPU pools only), as a simulation wants it.
     queue_inline
-        Queue a transfer of a GPU in the submitting thread, unless it has to wait for another thread first.
+        Queue a transfer of a GPU in the submitting thread, unless it has to wait for another thread first, or the CPU
+        moves some of it.
     metrics
         Where to count.
     guards
@@ -72,11 +73,12 @@ class L2TransferEngine:
     ) -> None:
         self.device = torch.device(device)
         self.synchronous = synchronous
+        self._queue_inline = queue_inline
         self.metrics = metrics if metrics is not None else Metrics()
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
         self.failures = FailureLog()
-        self._lanes = LanePair(self.device, synchronous=synchronous, queue_inline=queue_inline)
+        self._lanes = LanePair(self.device, synchronous=synchronous)
 
     def submission_event(self) -> Event | None:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
@@ -224,9 +226,10 @@ class L2TransferEngine:
         if not uses:
             lane.submit(handle, after)
             return handle
+        inline = self._queue_inline and not handle.moves_on_cpu
         self.in_flight.add(handle, uses)
         try:
-            lane.submit(handle, after)
+            lane.submit(handle, after, inline=inline)
         except BaseException:
             self.in_flight.remove(handle)
             raise

@@ -223,6 +223,11 @@ class TransferHandle(InFlightOperation):
         if direction is Direction.DEVICE_TO_HOST and not guards.overwrite_follows_read:
             self.device_released = COMPLETED
 
+    @property
+    def moves_on_cpu(self) -> bool:
+        """Whether the thread that runs it moves bytes itself, instead of queueing copies."""
+        return self._device.moves_on_cpu(self.transfers)
+
     def cancel(self) -> None:
         """Let it stop at the next layer; it is over when :attr:`done`."""
         self._cancelled = True

@@ -290,9 +290,11 @@ class _Probe:
                 copies = mover.copy_runs(
                     Direction.LOAD, chosen, chosen, self._stream, first_layer=0, end_layer=MEASURED_LAYERS, short=True
                 )
+                if copies is None:
+                    raise RuntimeError(f"no 2-D copies {width} bytes wide could be queued")
                 done = mover.copies_done(Direction.LOAD)
                 size = chosen.numel() * width * MEASURED_LAYERS
-                return TransferResult("staged", "", size, 1, done, done, copies or 0)
+                return TransferResult("staged", "", size, 1, done, done, copies)
 
             return self._time(load)
 

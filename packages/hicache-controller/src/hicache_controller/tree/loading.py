@@ -109,7 +109,11 @@ class TreeLoads(TreeTransfers):
         # What comes needs a host part above it, which must stay until then.
         above = match.node
         above.host_lock += 1
-        started = self._start_prefetch_below(match, rest[:found])
+        try:
+            started = self._start_prefetch_below(match, rest[:found])
+        except BaseException:
+            self._unlock_host(above)
+            raise
         if started is None:
             self._unlock_host(above)
             return nothing
@@ -123,14 +127,22 @@ class TreeLoads(TreeTransfers):
     def finish_prefetch(self, started: Prefetching, *, wait: bool = False) -> Match:
         """End a prefetch as the policy says, or with ``wait`` once everything has come.
 
-        The match it returns has what came, and replaces the one it began with.
+        The match it returns has what came, and replaces the one it began with. Where waiting is interrupted, nothing
+        comes, and that one stays the caller's.
         """
         match, operation = started.match, started.operation
         if operation is None:
             return match
-        if wait:
-            operation.wait()
-        got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
+        try:
+            if wait:
+                operation.wait()
+            got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
+        except BaseException:
+            operation.cancel()
+            self._prefetches.discard(started)
+            self._free_host(started.slots, started.transfers)
+            self._unlock_host(match.node)
+            raise
         if started.transfers and got < room:
             got = 0
         if got < room:
@@ -162,7 +174,11 @@ class TreeLoads(TreeTransfers):
             self._free_host(slots, transfers or [])
             return None
         transfers = transfers or []
-        operation = self.controller.prefetch(slots, keys, request_id=str(self._new_id()), **further(transfers))
+        try:
+            operation = self.controller.prefetch(slots, keys, request_id=str(self._new_id()), **further(transfers))
+        except BaseException:
+            self._free_host(slots, transfers)
+            raise
         return Prefetching(match, slots, transfers, operation)
 
     def _alloc_windows_to_fetch(self, keys: list[bytes]) -> list[PoolTransfer] | None:

@@ -69,13 +69,18 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
         end = match.pages
         while row.match.pages == end < limit:
             end = min(end + step, limit)
-            coming = tree.start_prefetch(tree.match_prefix(key.hashes[:end], namespace=namespace))
+            following = tree.match_prefix(key.hashes[:end], namespace=namespace)
             try:
-                row.match = tree.load_back(row.match, wait=False)
-            finally:
-                longer = tree.finish_prefetch(coming, wait=True)
-                before, row.match = row.match, longer
-                tree.release(before)
+                coming = tree.start_prefetch(following)
+                try:
+                    row.match = tree.load_back(row.match, wait=False)
+                finally:
+                    following = tree.finish_prefetch(coming, wait=True)
+            except BaseException:
+                tree.release(following)
+                raise
+            before, row.match = row.match, following
+            tree.release(before)
     if tiers.windowed:
         row.shared = tree.known_pages(key.hashes[:limit]) * size
     return Hit(0, device * size, host * size, (row.match.pages - device - host) * size)

@@ -1,0 +1,44 @@
+"""Holds Ctrl-C back while streams and books change together."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Let the handlers of SIGINT and SIGTERM run when the block is left, not within it.
+
+    A handler that raises, as Ctrl-C's does, may do so between any two steps of Python. Only the main thread runs
+    handlers, so in others this does nothing; nor does it where a signal has no handler in Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    held = True
+
+    def note(number: int, frame: FrameType | None) -> None:
+        # Once the block is over it is as if this were the handler itself, should an interrupt keep it in its place.
+        if held:
+            arrived.append((number, frame))
+        else:
+            handlers[number](number, frame)
+
+    handlers = {int(number): handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    try:
+        for number in handlers:
+            signal.signal(number, note)
+        yield
+    finally:
+        held = False
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)

@@ -1,0 +1,130 @@
+"""Ctrl-C between any two steps of a submission: it comes once the books are right."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from hicache_controller.interrupts import interrupts_held_back
+from hicache_controller.lanes import CpuDevice
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_within_the_block_is_handled_when_it_is_left(number):
+    told, before = [], signal.getsignal(number)
+    signal.signal(number, lambda *_: told.append("handled"))
+    try:
+        with interrupts_held_back():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            told.append("left")
+        assert told == ["left", "handled"]
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert told == ["left", "handled", "handled"]
+    finally:
+        signal.signal(number, before)
+
+
+def test_the_error_of_a_handler_comes_out_of_the_block_and_blocks_may_be_nested():
+    left = []
+
+    def block():
+        with interrupts_held_back():
+            with interrupts_held_back():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+            left.append("the inner one")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert left == ["the inner one"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
+    handlers = []
+
+    def look():
+        with interrupts_held_back():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    in_thread(look).join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with interrupts_held_back():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def interrupted_at():
+    """Call a function with Ctrl-C at its nth line of this project; tells whether it came."""
+
+    def call(function, nth):
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if "hicache" not in frame.f_code.co_filename:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == nth:
+                    os.kill(os.getpid(), signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    return call
+
+
+def test_an_interrupt_at_any_line_of_an_inline_write_loses_nothing(make_stack, monkeypatch, interrupted_at):
+    monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
+    stack = make_stack(queue_inline=True)
+    controller, nth, came = stack.controller, 0, True
+    while came:
+        nth += 3
+        device = stack.alloc(2)
+        rows, host = stack.compute(device), controller.write(device, node_id=nth)
+        came = interrupted_at(controller.start_writing, nth)
+        controller.check_integrity()
+        controller.start_writing()
+        (ack,) = controller.poll_writes(wait=True)
+        assert ack.error is None
+        controller.evict_device(device)
+        assert stack.same(stack.loaded(host), rows)
+        controller.evict_host(host)
+    assert nth > 100
+    assert stack.used() == (0, 0)
+
+
+def test_an_interrupt_at_any_line_of_an_inline_load_loses_nothing(make_stack, monkeypatch, interrupted_at):
+    monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
+    stack = make_stack(queue_inline=True)
+    controller, nth, came = stack.controller, 0, True
+    host, rows = stack.written(2)
+    while came:
+        nth += 3
+        device = controller.load(host, node_id=nth)
+        came = interrupted_at(controller.start_loading, nth)
+        controller.check_integrity()
+        controller.start_loading()
+        (ack,) = controller.poll_loads(wait=True)
+        assert ack.error is None
+        assert stack.same(stack.rows(device), rows)
+        controller.evict_device(device)
+    controller.evict_host(host)
+    assert nth > 100
+    assert stack.used() == (0, 0)
