@@ -185,6 +185,48 @@ def test_the_attempt_in_the_background_ends_by_itself(workshop: Workshop) -> Non
     assert outcome.module is not None, outcome.reason
 
 
+def test_an_attempt_that_gets_no_thread_is_made_later(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loader = workshop.loader()
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", no_thread)
+        assert loader.outcome_so_far("main", "cpu") is None
+    before = set(threading.enumerate())
+    assert loader.outcome_so_far("main", "cpu") is None
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    outcome = loader.outcome_so_far("main", "cpu")
+    assert outcome is not None
+    assert outcome.module is not None, outcome.reason
+
+
+def test_a_process_forked_during_an_attempt_makes_its_own(workshop: Workshop) -> None:
+    workshop.gate.touch()
+    for pipe in (workshop.started, workshop.release):
+        os.mkfifo(pipe)
+    loader = workshop.loader()
+    assert loader.outcome_so_far("main", "cpu") is None
+    workshop.started.read_text()  # the compiler hangs
+
+    def load() -> None:
+        before = set(threading.enumerate())
+        assert loader.outcome_so_far("main", "cpu") is None
+        (thread,) = set(threading.enumerate()) - before
+        thread.join()
+        assert add(loader, 1) == 2
+
+    child = in_child(load)
+    workshop.gate.unlink()
+    workshop.release.write_text("go on\n")
+    assert "exited with 1" in str(loader.outcome("main", "cpu").reason)  # as the wrapper does once it is let go
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    assert (alive, child.exitcode) == (False, 0)
+
+
 def test_killed_builder_leaves_no_half_module_and_no_lock(workshop: Workshop) -> None:
     os.mkfifo(workshop.started)
     os.mkfifo(workshop.release)

@@ -263,7 +263,12 @@ def build_lock(path: Path) -> Iterator[None]:
         # A file system without locks costs at most a second build: renames are atomic on their own.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process forked meanwhile has the file open too, and would wait for itself.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def keep(library: Path, entry: Path) -> None:

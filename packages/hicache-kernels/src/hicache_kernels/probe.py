@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,17 @@ class LoadOutcome:
     seconds: float = 0.0
 
 
+_loaders: weakref.WeakSet[ModuleLoader] = weakref.WeakSet()
+
+
+def _forget_attempts_of_the_parent() -> None:
+    for loader in _loaders:
+        loader._forget_attempts()
+
+
+os.register_at_fork(after_in_child=_forget_attempts_of_the_parent)
+
+
 class ModuleLoader:
     """Loads modules of a list of specs, each at most once; safe from several threads and processes.
 
@@ -76,6 +88,11 @@ class ModuleLoader:
         self._cache = cache
         # Outcomes only grow; each is made under the lock of its key, so that two modules can build side by side.
         self._outcomes: dict[tuple[str, str], LoadOutcome] = {}
+        self._forget_attempts()
+        _loaders.add(self)
+
+    def _forget_attempts(self) -> None:
+        """Start afresh but for outcomes: a process that was forked lacks the threads that make them and hold locks."""
         self._locks = {key: threading.Lock() for key in self._specs}
         self._starting = threading.Lock()
         self._started: set[tuple[str, str]] = set()  # in the background
@@ -99,17 +116,23 @@ class ModuleLoader:
     def outcome_so_far(self, name: str, device_type: str) -> LoadOutcome | None:
         """Outcome of the attempt to load a module, or None while there is none; returns at once.
 
-        The first call starts the attempt on a thread of its own, which does not keep the process from ending.
+        The first call starts the attempt on a thread of its own, which does not keep the process from ending. Where the
+        system gives no thread, the next call tries again.
         """
         key = (name, device_type)
         known = self._outcomes.get(key)
         if known is None:
             with self._starting:
                 if key not in self._started:
-                    self._started.add(key)
-                    threading.Thread(
+                    thread = threading.Thread(
                         target=self.outcome, args=key, name=f"hicache-load-{name}-{device_type}", daemon=True
-                    ).start()
+                    )
+                    try:
+                        thread.start()
+                    except RuntimeError as error:
+                        logger.debug("module %s for %s is not loaded yet: %s", name, device_type, error)
+                    else:
+                        self._started.add(key)
         return known
 
     def _conclude(self, key: tuple[str, str], outcome: LoadOutcome) -> LoadOutcome:
