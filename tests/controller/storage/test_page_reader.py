@@ -5,7 +5,9 @@ import errno
 import logging
 import mmap
 import os
+import platform
 import sys
+import types
 
 import pytest
 import xxhash
@@ -228,3 +230,21 @@ def test_a_build_of_xxhash_that_does_not_show_its_functions_is_not_used(monkeypa
     else:
         monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: bytes(16))
     assert xxh3.xxh3_checksum() is None
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("machine", "shown", "warnings"), [("x86_64", 0, 1), ("x86_64", 1, 0), ("aarch64", 0, 0)])
+def test_a_build_of_xxhash_without_the_faster_function_is_used_and_said_once(
+    monkeypatch, caplog, machine, shown, warnings
+):
+    real = ctypes.PyDLL(sys.modules["xxhash._xxhash"].__file__)
+    names = ["createState", "128bits_reset", "128bits_update", "128bits_digest", "freeState"]
+    functions = {f"XXH3_{name}": getattr(real, f"XXH3_{name}") for name in names}
+    if shown:
+        functions["XXH3_128bits_update_dispatch"] = real.XXH3_128bits_update
+    monkeypatch.setattr(ctypes, "PyDLL", lambda path: types.SimpleNamespace(**functions))
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert xxh3.xxh3_checksum() is not None
+    assert xxh3.xxh3_checksum().update == ctypes.cast(real.XXH3_128bits_update, ctypes.c_void_p).value
+    words = f"xxhash {xxhash.VERSION} lacks the checksum for this CPU, so files are summed up slowly"
+    assert [record.getMessage() for record in caplog.records] == [words] * warnings

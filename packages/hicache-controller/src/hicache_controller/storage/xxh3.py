@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
+import platform
 import struct
 import sys
 
 import xxhash
 
 from hicache_kernels.files import Checksum
+
+logger = logging.getLogger(__name__)
 
 _HALVES = struct.Struct(">qq")
 
@@ -36,7 +40,11 @@ def xxh3_checksum() -> Checksum | None:
     except (AttributeError, KeyError, OSError, TypeError):
         return None
     found = Checksum(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
-    return found if all(found) and _works(found) else None
+    if not all(found) or not _works(found):
+        return None
+    if fast is None and platform.machine() == "x86_64":
+        logger.warning("xxhash %s lacks the checksum for this CPU, so files are summed up slowly", xxhash.VERSION)
+    return found
 
 
 def digest_of(low: int, high: int) -> bytes:
