@@ -128,6 +128,16 @@ def test_so_many_threads_read_at_once(adler, tmp_path, count, threads, at_once):
     assert functions.checksum_states() == 0
 
 
+def test_all_work_is_done_where_memory_for_threads_runs_out(tmp_path):
+    compiler = find_compiler("cpu")
+    source, program = Path(__file__).parent / "run_in_threads.cc", tmp_path / "program"
+    headers = Path(files.__file__).parent / "csrc" / "files"
+    command = [compiler.path, "-std=c++17", "-O1", "-pthread", f"-I{headers}", str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run([program], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "100 failed\n" * 4 + "100 all\n"), done.stderr
+
+
 @pytest.mark.usefixtures("entry")
 def test_what_is_not_a_file_of_that_size_is_told_and_not_read(tmp_path):
     good = written(tmp_path / "good", 1000)

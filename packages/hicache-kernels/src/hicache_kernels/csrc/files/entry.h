@@ -6,11 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "read_file.h"
+#include "run_in_threads.h"
 
 namespace hicache {
 
@@ -59,20 +58,6 @@ inline ChecksumFunctions checksum_functions(const int64_t* addresses) {
   }
   std::memcpy(&functions, addresses, sizeof(functions));
   return functions;
-}
-
-// Runs the work in so many threads, or in fewer where the system gives no more. Of several none is the caller's, which
-// waits: Linux puts new threads on idle CPUs, but leaves one for long on the CPU of a caller that goes on working.
-template <typename Work>
-void run_in_threads(size_t count, const Work& work) {
-  std::vector<std::thread> threads;
-  threads.reserve(count);
-  try {
-    for (size_t i = 0; count > 1 && i < count; ++i) threads.emplace_back(work, i);
-  } catch (const std::system_error&) {
-  }
-  if (threads.empty()) work(0);
-  for (std::thread& thread : threads) thread.join();
 }
 
 // paths: one a file, each ended by a zero. pieces: int64 [pieces, 3] in CPU memory: file (in rising order), address and
