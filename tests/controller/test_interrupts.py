@@ -9,6 +9,8 @@ import pytest
 
 from hicache_controller.interrupts import interrupts_held_back
 from hicache_controller.lanes import CpuDevice
+from hicache_controller.transfer_engine import L2TransferEngine
+from hicache_controller.transfer_handle import L2Transfer
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -128,3 +130,24 @@ def test_an_interrupt_at_any_line_of_an_inline_load_loses_nothing(make_stack, mo
     controller.evict_host(host)
     assert nth > 100
     assert stack.used() == (0, 0)
+
+
+def test_what_an_interrupted_engine_has_begun_to_move_stays_in_its_books(make_stack, monkeypatch, interrupted_at):
+    monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
+    stack = make_stack()
+    moved, write_back = [], L2Transfer.write_back
+    monkeypatch.setattr(L2Transfer, "write_back", lambda self: moved.append(self) or write_back(self))
+    engine, nth, came = L2TransferEngine("cpu", queue_inline=True), 0, True
+    host, device = stack.group.alloc(2 * stack.page_size), stack.alloc(2)
+    while came:
+        nth += 3
+        moved.clear()
+        transfer = L2Transfer("kv", stack.host_pool, stack.device_pool, host, device, (0,))
+        came = interrupted_at(lambda transfer=transfer: engine.submit_device_to_host([transfer]), nth)
+        assert len(engine.in_flight) == len(moved)
+        engine.in_flight.check_integrity()
+        engine.reap()
+        assert not engine.in_flight
+    assert nth > 100
+    assert engine.close(30)
+    stack.group.free(host)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,23 +12,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.together import transformers_families as fam
+
 from hicache_controller.integrations.transformers import HiCache
 
 pytestmark = pytest.mark.gpu
 
-
-def _families() -> ModuleType:
-    path = Path(__file__).parents[1] / "together" / "transformers_families.py"
-    spec = importlib.util.spec_from_file_location("transformers_families", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fam = _families()
 PREFIX = 8 * fam.PAGE
 
 

@@ -7,7 +7,6 @@ import random
 import stat
 import subprocess
 import sys
-import threading
 import weakref
 import zlib
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.conftest import needs
+from tests.gil import Counting
 
 from hicache_kernels import files
 from hicache_kernels.build import compile_module, target_archs
@@ -251,35 +251,6 @@ def test_tables_that_do_not_fit_are_refused_before_anything_is_read(entry, tmp_p
     with pytest.raises(TypeError, match="pieces has dtype"):
         call(whole, dtype=np.float64)
     assert bytes(memory) == before
-
-
-class Counting:
-    """A thread that counts whenever it gets the GIL, which with an interval of an hour somebody has to give up."""
-
-    def __enter__(self):
-        self.count, self.over = 0, False
-        self.interval = sys.getswitchinterval()
-        sys.setswitchinterval(3600.0)
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.over = True
-        self.thread.join()
-        sys.setswitchinterval(self.interval)
-
-    def _run(self):
-        nothing = os.open("/dev/null", os.O_RDONLY)
-        while not self.over:
-            self.count += 1
-            os.read(nothing, 1)  # gives the GIL up for a moment
-        os.close(nothing)
-
-    def during(self, call):
-        before = self.count
-        call()
-        return self.count - before
 
 
 @pytest.mark.usefixtures("entry")

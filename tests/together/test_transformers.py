@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,61 +12,22 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.together import transformers_families as fam
+
 from hicache_controller import Namespace
-from hicache_controller.integrations.transformers import HiCache, Hit, matching
+from hicache_controller.integrations.transformers import HiCache
 from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
-from hicache_controller.storage_worker import PrefetchOperation
 
-
-def _families() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "transformers_families", Path(__file__).with_name("transformers_families.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fam = _families()
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),
+    pytest.mark.usefixtures("one_thread"),
+]
 PREFIX = 8 * fam.PAGE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
-    family = request.param
-    if family not in models:
-        models[family] = fam.make_model(family, seed=1)
-    return models[family]
-
-
-def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts that share a prefix of whole pages and three tokens more."""
-    shared = fam.random_tokens(PREFIX + 3)
-    first, second = fam.random_tokens(9), fam.random_tokens(10)
-    second[0, 0] = first[0, 0] % (fam.VOCABULARY - 1) + 1
-    return torch.cat([shared, first], 1), torch.cat([shared, second], 1)
 
 
 @pytest.mark.parametrize("model", fam.FAMILIES, indirect=True)
 def test_continuing_from_every_tier_equals_continuing_from_the_device_cache(model: Any, tmp_path: Path) -> None:
-    first, second = prompts()
+    first, second = fam.forked_prompts(PREFIX)
     prefix = fam.compute_prefix(model, first[:, :PREFIX])
     tokens, logits = fam.continuation(model, second[:, PREFIX:], prefix.cache())
 
@@ -109,72 +64,6 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(model: Any) -> None:
             assert past.cached_tokens == 40
             fam.forward(model, following[:, 40:], past)
         fam.check(cache)
-
-
-def test_a_killed_process_leaves_a_warm_storage_and_nothing_wrong(tmp_path: Path, models: dict[str, Any]) -> None:
-    families = ("llama", "gemma3", "qwen3_next")
-    first, second = prompts()
-    torch.save(first, tmp_path / "prompt")
-    # The second prompt of each model is killed while it is on its way.
-    script = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch, transformers_families as fam
-from hicache_controller.integrations.transformers import HiCache
-prompt = torch.load({str(tmp_path / "prompt")!r})
-for family in {families!r}:
-    model = fam.make_model(family, seed=1)
-    cache = HiCache.for_model(
-        model, model_id=family, l2_gb=0.02, page_size=fam.PAGE, storage={str(tmp_path / "pages")!r}
-    )
-    fam.keep(cache, prompt, {PREFIX})
-    cache.flush()
-    fam.keep(cache, fam.random_tokens(300), 296)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=300)
-    assert result.returncode == -signal.SIGKILL, result.stderr.decode()
-    for family in families:
-        model = models.setdefault(family, fam.make_model(family, seed=1))
-        prefix = fam.compute_prefix(model, first[:, :PREFIX])
-        tokens, logits = fam.continuation(model, second[:, PREFIX:], prefix.cache())
-        options = {"model_id": family, "l2_gb": 0.02, "page_size": fam.PAGE, "storage": tmp_path / "pages"}
-        with HiCache.for_model(model, **options) as cache, cache.session(second, checkpoints=()) as past:
-            assert past.hits[0].storage == past.cached_tokens == PREFIX
-            chosen, seen = fam.continuation(model, second[:, PREFIX:], past)
-        assert chosen == tokens
-        assert all(torch.equal(a, b) for a, b in zip(seen, logits, strict=True))
-
-
-@pytest.mark.parametrize("change", ["weight", "buffer", "dtype", "revision", "model_id", "configuration", "page_size"])
-def test_what_changes_the_keys_makes_every_stored_page_a_miss(change: str, tmp_path: Path) -> None:
-    prompt = fam.random_tokens(40)
-    options: dict[str, Any] = {"model_id": "tiny", "revision": "a", "page_size": fam.PAGE}
-
-    def hit(model: Any, options: dict[str, Any]) -> int:
-        with HiCache.for_model(model, l2_gb=0.02, storage=tmp_path, **options) as cache:
-            with cache.session(prompt) as past:
-                found = past.cached_tokens
-                fam.forward(model, prompt[:, found:], past)
-            cache.flush()
-        return found
-
-    model = fam.make_model("llama", seed=5)
-    assert hit(model, options) == 0
-    assert hit(fam.make_model("llama", seed=5), options) == 32
-    other = fam.make_model("llama", seed=5)
-    with torch.no_grad():
-        if change == "weight":
-            other.model.layers[2].self_attn.k_proj.weight[3, 5] += 1e-6
-        elif change == "buffer":
-            other.model.rotary_emb.inv_freq[1] *= 1.0001
-        elif change == "dtype":
-            other = other.to(torch.bfloat16)
-        elif change == "configuration":
-            other.config.rms_norm_eps *= 2
-    changed = {"revision": {"revision": "b"}, "model_id": {"model_id": "huge"}, "page_size": {"page_size": 4}}
-    assert hit(other, options | changed.get(change, {})) == 0
-    assert hit(model, options) == 32
 
 
 def test_a_batch_with_different_prefixes_continues_from_the_column_all_reach() -> None:
@@ -271,76 +160,6 @@ def test_leaving_with_an_error_keeps_nothing_and_gives_every_page_back(model: An
             assert everything is not None
             entry.device_free_fn(everything)
         assert not model.get_decoder()._forward_pre_hooks
-
-
-@pytest.mark.parametrize(("most", "pieces"), [(8, 3), (2, 2)])
-def test_a_long_prefix_comes_from_storage_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, pieces: int
-) -> None:
-    page_bytes = 2 * 2 * 8 * 4 * 3 * fam.PAGE
-    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 3 * page_bytes)
-    monkeypatch.setattr(matching, "STORAGE_STEPS", most)
-    model = fam.make_model("llama", seed=10)
-    prompt = fam.random_tokens(11 * fam.PAGE + 4)
-    prefix = fam.compute_prefix(model, prompt[:, : 11 * fam.PAGE])
-    expected = fam.continuation(model, prompt[:, 11 * fam.PAGE :], prefix.cache())
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        fam.keep(cache, prompt[:, : 2 * fam.PAGE + 1], 2 * fam.PAGE)
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        fam.keep(cache, prompt, 11 * fam.PAGE)
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        with cache.session(prompt[:, : 2 * fam.PAGE + 1]) as past:
-            fam.forward(model, prompt[:, 2 * fam.PAGE : 2 * fam.PAGE + 1], past)
-        fetched: list[int] = []
-        prefetch = cache.tiers.controller.prefetch
-        monkeypatch.setattr(
-            cache.tiers.controller,
-            "prefetch",
-            lambda slots, keys, **options: fetched.append(len(keys)) or prefetch(slots, keys, **options),
-        )
-        with cache.session(prompt) as past:
-            assert past.hits[0] == Hit(11 * fam.PAGE, device=2 * fam.PAGE, storage=9 * fam.PAGE)
-            assert (len(fetched), sum(fetched)) == (pieces, 9)
-            chosen, seen = fam.continuation(model, prompt[:, 11 * fam.PAGE :], past)
-        fam.check(cache)
-    assert chosen == expected[0]
-    for mine, its in zip(seen, expected[1], strict=True):
-        torch.testing.assert_close(mine, its)
-
-
-@pytest.mark.parametrize("where", ["lookup", "wait"])
-def test_a_session_interrupted_while_it_fetches_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 1)
-    model = fam.make_model("llama", seed=10)
-    prompt = fam.random_tokens(9 * fam.PAGE + 4)
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        fam.keep(cache, prompt, 9 * fam.PAGE)
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        calls: list[str] = []
-        owner, name = (cache.tiers.tree, "_storage_exists") if where == "lookup" else (PrefetchOperation, "wait")
-        real = getattr(owner, name)
-
-        def interrupt(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return real(*args, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                cache.session(prompt).__enter__()
-        fam.check(cache)
-        with cache.session(prompt) as past:
-            assert past.hits[0].tokens == 9 * fam.PAGE
-        fam.check(cache)
-        cache.drop_device()
-        tree, pool = cache.tiers.tree, cache.tiers.controller.mem_pool_host
-        tree.evict_host(tree.stats().host_pages)
-        cache.flush()
-        assert (tree.stats().host_pages, pool.available_size()) == (0, pool.size)
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3", "falcon_h1"], indirect=True)
@@ -501,19 +320,6 @@ def test_a_checkpoint_behind_the_end_of_the_device_tier_is_not_kept_for_another_
             logits = fam.forward(model, prompt[:, 24:], past)
         fresh = fam.forward(model, prompt, fam.DynamicCache(config=model.config))
         torch.testing.assert_close(logits, fresh[:, 24:])
-
-
-def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_part(tmp_path: Path) -> None:
-    model = fam.make_model("llama", seed=7)
-    page = 2 * 2 * 8 * 4 * 3 * fam.PAGE
-    prompt = fam.random_tokens(100)
-    with fam.open_cache(model, storage=tmp_path) as cache:
-        fam.keep(cache, prompt, 96)
-    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    with fam.open_cache(model, storage=tmp_path, l1_gb=6.5 * page / 1e9) as cache, cache.session(prompt) as past:
-        assert past.hits[0] == Hit(48, storage=48)
-        output = model.generate(prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
-    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "mistral"], indirect=True)

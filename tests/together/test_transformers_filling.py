@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,44 +12,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.together import transformers_families as fam
+
 from hicache_controller.integrations.transformers.layers import FullLayer, HybridLayer, IndexedLayer, WindowLayer
 from hicache_controller.integrations.transformers.model_layout import AttentionShape, RowShape, StateShape, StatesShape
 
-
-def _families() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "transformers_families", Path(__file__).with_name("transformers_families.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fam = _families()
+pytestmark = pytest.mark.usefixtures("one_thread")
 PREFIX = 4 * fam.PAGE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {}
-
-
-@pytest.fixture
-def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
-    if request.param not in models:
-        models[request.param] = fam.make_model(request.param, seed=1)
-    return models[request.param]
 
 
 @pytest.fixture(autouse=True)

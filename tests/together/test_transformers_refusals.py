@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.together import transformers_families as fam
 from transformers import GenerationConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
@@ -28,34 +26,10 @@ from hicache_controller.integrations.transformers.identity import model_fingerpr
 from hicache_controller.storage import Fingerprint
 from hicache_controller.storage.file import FileStorage
 
-
-def _families() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "transformers_families", Path(__file__).with_name("transformers_families.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fam = _families()
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 @pytest.mark.parametrize(

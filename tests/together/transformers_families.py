@@ -210,6 +210,14 @@ def evict(cache: HiCache) -> None:
                 tensor.fill_(7.5)
 
 
+def forked_prompts(shared: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make two prompts that share so many tokens, whole pages, and three more."""
+    prefix = random_tokens(shared + 3)
+    first, second = random_tokens(9), random_tokens(10)
+    second[0, 0] = first[0, 0] % (VOCABULARY - 1) + 1
+    return torch.cat([prefix, first], 1), torch.cat([prefix, second], 1)
+
+
 def check(cache: HiCache) -> None:
     """Check the books of tree and controller."""
     cache.tiers.tree.check_integrity()

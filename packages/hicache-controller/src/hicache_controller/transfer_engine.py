@@ -11,6 +11,7 @@ import torch
 from .events import Event, wait_until_done
 from .failure_log import FailureLog
 from .in_flight import Access, Granules, InFlight, Place, Side, Use
+from .interrupts import interrupts_held_back
 from .lanes import LanePair
 from .metrics import Metrics
 from .transfer_handle import Direction, Guards, L2Transfer, TransferHandle
@@ -84,6 +85,7 @@ class L2TransferEngine:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
         return self._lanes.submission_event()
 
+    @interrupts_held_back()  # what is on its way stays in the books
     def submit_device_to_host(
         self, transfers: Sequence[L2Transfer], *, ready_events: Sequence[Event] = ()
     ) -> TransferHandle:
@@ -117,6 +119,7 @@ class L2TransferEngine:
         handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, before.sources)
         return self._submit(handle, uses, [*after, *before.events])
 
+    @interrupts_held_back()  # what is on its way stays in the books
     def submit_host_to_device(
         self, transfers: Sequence[L2Transfer], *, layers: int, ready_events: Sequence[Event] = ()
     ) -> TransferHandle:
