@@ -88,6 +88,7 @@ def test_a_case_moves_the_whole_pool(case: Case) -> None:
     assert measured.bytes == pool.bytes == (1 << 14) // case.page_bytes * case.page_bytes
     assert measured.seconds > 0
     assert measured.ratio == pytest.approx(pool.bytes / measured.seconds / 1e9)
+    assert measured.idle_ratio == pytest.approx(pool.bytes / measured.idle_seconds / 1e9)
     sides = [buffer[: pool.bytes].sort().values for buffer in (buffers.host, buffers.rows)]
     assert torch.equal(*sides)
 
@@ -117,7 +118,7 @@ def test_a_report_with_gpu_figures_survives_json(report: Report) -> None:
 
 
 def result(case: Case, **changes: object) -> CaseResult:
-    good = Measurement("staged", "", 1, 1, 1.0, 0.99, 1e-4, 0.04, 1.2 / case.shape.layers)
+    good = Measurement("staged", "", 1, 1, 1.0, 0.99, 1.1, 0.9, 1e-4, 0.04, 1.2 / case.shape.layers)
     return CaseResult(case, dataclasses.replace(good, **changes))
 
 

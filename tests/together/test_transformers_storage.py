@@ -91,13 +91,12 @@ def test_what_changes_the_keys_makes_every_stored_page_a_miss(change: str, tmp_p
     assert hit(model, options) == 32
 
 
-@pytest.mark.parametrize(("most", "pieces"), [(8, 3), (2, 2)])
+@pytest.mark.parametrize(("step_pages", "pieces"), [(3, 3), (5, 2), (100, 1)])
 def test_a_long_prefix_comes_from_storage_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, pieces: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_pages: int, pieces: int
 ) -> None:
     page_bytes = 2 * 2 * 8 * 4 * 3 * fam.PAGE
-    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", 3 * page_bytes)
-    monkeypatch.setattr(matching, "STORAGE_STEPS", most)
+    monkeypatch.setattr(matching, "STORAGE_STEP_BYTES", step_pages * page_bytes)
     model = fam.make_model("llama", seed=10)
     prompt = fam.random_tokens(11 * fam.PAGE + 4)
     prefix = fam.compute_prefix(model, prompt[:, : 11 * fam.PAGE])

@@ -50,6 +50,7 @@ def test_a_tiny_benchmark_fills_every_part_of_the_report(gpu) -> None:
         assert result.measurement.bytes == 32 << 20
         assert 0 < result.measurement.release_share <= 1
         assert 0 < result.measurement.first_layer_share <= 1
+        assert result.measurement.idle_seconds > 0
     assert report.full_staging is not None
     assert report.duplex is not None
     assert Report.from_json(report.to_json()) == report

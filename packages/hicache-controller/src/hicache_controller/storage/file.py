@@ -27,7 +27,7 @@ from .running_calls import RunningCalls
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 << 20
-_CHUNK_PAGES = 256
+_CHUNK_PAGES = 1024
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _THREADS = 8  # disks want several requests at once, whatever the number of cores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -19,6 +19,7 @@ from .pool import BenchPool, Buffers
 SLOW_SECONDS = 0.2
 """An operation that takes longer is measured once."""
 SPIN_CYCLES_PER_SECOND = 2e9
+LEAST_SPIN_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,18 @@ class Measurement:
     bytes, copies
         Bytes moved, copies handed to the copy engine.
     seconds
-        From the operation's start on the device until the host bytes are there or all rows are filled.
+        From the operation's start on the device until the host bytes are there or all rows are filled; on a stream that
+        was busy while the operation was queued.
     ratio
         Bandwidth as a share of a plain pinned copy of the same direction.
+    idle_seconds, idle_ratio
+        The same from the call on an idle device: what the thread needs before the device has work is in it.
     submit_seconds
-        Time the caller's thread spends in the call.
+        Time the caller's thread spends in the call, on an idle device.
     release_share
         Write-back: when the device rows have been read, as a share of ``seconds``. Load: 1.
     first_layer_share
-        Load: when layer 0 is filled, as a share of the whole, on a stream that was busy while the load was queued.
-        Write-back: 1.
+        Load: when layer 0 is filled, as a share of ``seconds``. Write-back: 1.
     """
 
     path: str
@@ -50,9 +53,16 @@ class Measurement:
     copies: int
     seconds: float
     ratio: float
+    idle_seconds: float
+    idle_ratio: float
     submit_seconds: float
     release_share: float
     first_layer_share: float
+
+    def held_against(self, plain_bytes_per_second: float) -> Measurement:
+        """Return it with shares of another plain copy, where they are of one of a byte a second."""
+        ratio, idle_ratio = self.ratio / plain_bytes_per_second, self.idle_ratio / plain_bytes_per_second
+        return replace(self, ratio=ratio, idle_ratio=idle_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class _Sample:
     seconds: float
     submit: float
     released: float
+    first_layer: float
 
 
 def plain_copy_seconds(buffers: Buffers, direction: Direction, *, repeats: int = 5) -> float:
@@ -74,13 +85,14 @@ def plain_copy_samples(buffers: Buffers, direction: Direction, count: int) -> li
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds between the start of a call on an idle device and the end of what it queued on the current stream."""
+    """Seconds that what a call queues on the current stream takes, of which nothing starts before all is queued."""
     if device.type == "cpu":
         begin = time.perf_counter()
         call()
         return time.perf_counter() - begin
     torch.cuda.synchronize(device)
     start, end = timing_event(), timing_event()
+    _spin(LEAST_SPIN_SECONDS)
     start.record()
     call()
     end.record()
@@ -113,45 +125,38 @@ def _sample_on_cpu(pool: BenchPool, case: Case) -> _Sample:
     begin = time.perf_counter()
     submit(pool, case)
     seconds = time.perf_counter() - begin
-    return _Sample(seconds, seconds, seconds)
+    return _Sample(seconds, seconds, seconds, seconds)
 
 
-def _sample_on_gpu(pool: BenchPool, case: Case, side: torch.cuda.Stream, device: torch.device) -> _Sample:
-    start, released, ready = (timing_event() for _ in range(3))
+def _spin(seconds: float) -> None:
+    torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+
+
+def _sample_on_gpu(
+    pool: BenchPool, case: Case, side: torch.cuda.Stream, device: torch.device, busy: float = 0.0
+) -> _Sample:
+    """Time an operation once; ``busy`` seconds of spinning hide the time to queue it."""
+    start, first, released, ready = (timing_event() for _ in range(4))
     torch.cuda.synchronize(device)
+    if busy:
+        _spin(busy)
     start.record()
     begin = time.perf_counter()
     result = submit(pool, case)
     spent = time.perf_counter() - begin
     released.record()
     # The events of a result do not keep the time: events that do are recorded behind them.
+    if result.layer_done:
+        side.wait_event(result.layer_done[0])
+        first.record(side)
     if result.host_ready is not None:
         side.wait_event(result.host_ready)
     side.wait_event(released)
     ready.record(side)
     torch.cuda.synchronize(device)
     seconds = start.elapsed_time(ready) / 1e3
-    return _Sample(seconds, spent, start.elapsed_time(released) / 1e3)
-
-
-def _first_layer_share(
-    pool: BenchPool, case: Case, side: torch.cuda.Stream, device: torch.device, busy: float
-) -> float:
-    """Share of a load after which layer 0 is filled; ``busy`` seconds of spinning hide the time to queue it."""
-    start, first, ready = (timing_event() for _ in range(3))
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(busy * SPIN_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
-    start.record()
-    result = submit(pool, case)
-    if not result.layer_done or result.host_ready is None:
-        torch.cuda.synchronize(device)
-        return 1.0
-    side.wait_event(result.layer_done[0])
-    first.record(side)
-    side.wait_event(result.layer_done[-1])
-    ready.record(side)
-    torch.cuda.synchronize(device)
-    return float(start.elapsed_time(first) / start.elapsed_time(ready))
+    first_layer = start.elapsed_time(first) / 1e3 if result.layer_done else seconds
+    return _Sample(seconds, spent, start.elapsed_time(released) / 1e3, first_layer)
 
 
 def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, repeats: int = 5) -> Measurement:
@@ -172,21 +177,22 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     try:
         result = submit(pool, case)
     except PathUnavailableError as error:
-        return Measurement("none", str(error), 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    samples: list[_Sample] = []
-    for _ in range(repeats + 1):
+        return Measurement("none", str(error), 0, 0, *[0.0] * 7)
+
+    def sample(busy: float = 0.0) -> _Sample:
         fresh = BenchPool(pool.transfer, pool.host_indices.clone(), pool.device_indices.clone(), pool.bytes)
-        sample = _sample_on_cpu(fresh, case) if side is None else _sample_on_gpu(fresh, case, side, device)
-        samples.append(sample)
-        if sample.seconds > SLOW_SECONDS:
-            break
-    kept = samples[1:] or samples
-    seconds = median(sample.seconds for sample in kept)
+        return _sample_on_cpu(fresh, case) if side is None else _sample_on_gpu(fresh, case, side, device, busy)
+
+    idle = [sample()]
+    while len(idle) <= repeats and idle[-1].seconds <= SLOW_SECONDS:
+        idle.append(sample())
+    idle = idle[1:] or idle
+    submit_seconds = median(each.submit for each in idle)
+    behind_work = side is not None and idle[-1].seconds <= SLOW_SECONDS
+    busy = 4 * submit_seconds + LEAST_SPIN_SECONDS
+    kept = [sample(busy) for _ in range(repeats)] if behind_work else idle
+    seconds, idle_seconds = median(each.seconds for each in kept), median(each.seconds for each in idle)
     is_load = case.direction is Direction.LOAD
-    busy = median(sample.submit for sample in kept)
-    first_layer = 1.0
-    if is_load and case.layer_by_layer and side is not None and busy < SLOW_SECONDS:
-        first_layer = median(_first_layer_share(pool, case, side, device, 4 * busy + 2e-3) for _ in range(5))
     return Measurement(
         result.path,
         result.reason,
@@ -194,7 +200,9 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         result.copies,
         seconds,
         pool.bytes / seconds / plain_bytes_per_second,
-        median(sample.submit for sample in kept),
-        1.0 if is_load else median(sample.released for sample in kept) / seconds,
-        first_layer,
+        idle_seconds,
+        pool.bytes / idle_seconds / plain_bytes_per_second,
+        submit_seconds,
+        1.0 if is_load else median(each.released for each in kept) / seconds,
+        median(each.first_layer for each in kept) / seconds if is_load else 1.0,
     )

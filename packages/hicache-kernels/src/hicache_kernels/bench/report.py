@@ -161,11 +161,7 @@ def run_benchmark(
     report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
     report.cases = [
         replace(
-            result,
-            measurement=replace(
-                result.measurement,
-                ratio=result.measurement.ratio / report.plain_bytes_per_second[result.case.direction.value],
-            ),
+            result, measurement=result.measurement.held_against(report.plain_bytes_per_second[result.case.direction])
         )
         for result in report.cases
     ]

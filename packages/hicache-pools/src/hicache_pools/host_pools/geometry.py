@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -64,12 +65,12 @@ class PoolGeometry:
     layers: int
     components: tuple[ComponentGeometry, ...]
 
-    @property
+    @cached_property
     def element_bytes(self) -> tuple[int, ...]:
         """Of each component."""
         return tuple(component.element_bytes for component in self.components)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page, all layers and components."""
         return sum(self.element_bytes) * self.layers * self.rows_per_page

@@ -33,7 +33,7 @@ PAGE_ROW_BYTES = 64 << 10
 
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
-STORAGE_BATCH_PAGES = 256
+STORAGE_BATCH_PAGES = 1024
 """Pages of one call to storage: sessions wait for all of a piece anyway, and every call costs half a millisecond."""
 
 WINDOWED_SHARE = 0.3
