@@ -199,22 +199,6 @@ def test_scattered_or_short_runs_go_through_staging(pools, compiled):
         assert transfer.BOTH_RUNS not in transfer_.load(host, device).reason
 
 
-def test_short_and_narrow_copies_go_without_staging_where_they_are_asked_for(pools, compiled):
-    pool = pools.random_pool("page_first_direct", (64,), layers=4, pages=20, page_size=1)
-    mover = PlaneTransfer(pool.planes, policy="staged").staged_mover()
-    pages, copies = torch.tensor([3, 4, 5, 9]), []
-
-    def load(host, device, *, layer, short=True):
-        end = layer + 1
-        copies.append(
-            mover.copy_runs(Direction.LOAD, host, device, None, first_layer=layer, end_layer=end, short=short)
-        )
-
-    pool.check_load(pages, pages, load, lambda: None, layer=2)
-    load(pages, pages, layer=2, short=False)
-    assert copies == [2, None]
-
-
 # ---- results, plans and fallbacks
 
 

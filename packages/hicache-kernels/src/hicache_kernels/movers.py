@@ -373,7 +373,6 @@ class StagedMover:
         first_layer: int,
         end_layer: int,
         layer_events: torch.Tensor = NO_EVENTS,
-        short: bool = False,
     ) -> int | None:
         """Queue 2-D copies between device rows and host pages, without staging or a kernel, where both sides are runs.
 
@@ -385,8 +384,6 @@ class StagedMover:
             As in :meth:`load`; the events are recorded on the copy stream.
         slots
             Device slots, int32 or int64 on CPU.
-        short
-            Whether copies that are short or narrow are welcome too, as calibration has them.
 
         Returns
         -------
@@ -409,8 +406,8 @@ class StagedMover:
                 end_layer,
                 layer_events,
                 direction is Direction.WRITE_BACK,
-                0 if short else LEAST_COPY_BYTES,
-                0 if short else LEAST_COPY_WIDTH,
+                LEAST_COPY_BYTES,
+                LEAST_COPY_WIDTH,
                 lane.fence,
                 0 if stream is None else stream.cuda_stream,
                 lane.stream_handle,

@@ -263,7 +263,7 @@ LEAST_CHUNK_PAGES = 16
 """Pages that a staging buffer should still take of so many layers."""
 NEAR_BEST = 1.01
 """Copies take no more layers once they are this close to the best."""
-SUBMIT_MARGIN = 4.0
+SUBMIT_MARGIN = 3.0
 """A thread whose code is not in the caches, or that shares its core, submits so much slower than it was measured to
 (0.5 us a copy in calibration, 1.2 to 1.4 us in operations that came one at a time, on an H200)."""
 CALLER_WEIGHT = 0.1

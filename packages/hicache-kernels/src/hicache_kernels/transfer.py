@@ -349,7 +349,7 @@ class PlaneTransfer:
     ) -> tuple[int, torch.cuda.Event | None, torch.cuda.Event | None, str]:
         """Queue a staged write-back: its copies, the events of the result, and the reason."""
         pages = _host_pages(indices)
-        staged = self.staged_mover()
+        staged = self._demand_staged()
         with self.ring.lane(Direction.WRITE_BACK).lock:
             if indices.device.device.type == "cpu":
                 copies = staged.copy_runs(
@@ -444,7 +444,7 @@ class PlaneTransfer:
         stream: torch.cuda.Stream | None,
     ) -> TransferResult:
         pages = _host_pages(indices)
-        staged = self.staged_mover()
+        staged = self._demand_staged()
         with self.ring.lane(Direction.LOAD).lock:
             taken = _Events()
             if indices.device.device.type == "cpu":
@@ -498,8 +498,7 @@ class PlaneTransfer:
         if count not in self._spare_events and not torch.cuda.is_current_stream_capturing():
             self._spare_events = {count: _Events.make(count, stream)}
 
-    def staged_mover(self) -> StagedMover:
-        """Return what moves pages through staging memory; PathUnavailableError where there is none."""
+    def _demand_staged(self) -> StagedMover:
         mover, reason = self._staged
         if mover is None:
             raise planner.PathUnavailableError(reason)

@@ -40,7 +40,7 @@ class Measurement:
     idle_seconds, idle_ratio
         The same from the call on an idle device: what the thread needs before the device has work is in it.
     submit_seconds
-        Time the caller's thread spends in the call, on an idle device.
+        Time the caller's thread spends in the call.
     release_share
         Write-back: when the device rows have been read, as a share of ``seconds``. Load: 1.
     first_layer_share
@@ -187,9 +187,8 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     while len(idle) <= repeats and idle[-1].seconds <= SLOW_SECONDS:
         idle.append(sample())
     idle = idle[1:] or idle
-    submit_seconds = median(each.submit for each in idle)
     behind_work = side is not None and idle[-1].seconds <= SLOW_SECONDS
-    busy = 4 * submit_seconds + LEAST_SPIN_SECONDS
+    busy = 4 * median(each.submit for each in idle) + LEAST_SPIN_SECONDS
     kept = [sample(busy) for _ in range(repeats)] if behind_work else idle
     seconds, idle_seconds = median(each.seconds for each in kept), median(each.seconds for each in idle)
     is_load = case.direction is Direction.LOAD
@@ -202,7 +201,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         pool.bytes / seconds / plain_bytes_per_second,
         idle_seconds,
         pool.bytes / idle_seconds / plain_bytes_per_second,
-        submit_seconds,
+        median(each.submit for each in (*idle, *kept)),
         1.0 if is_load else median(each.released for each in kept) / seconds,
         median(each.first_layer for each in kept) / seconds if is_load else 1.0,
     )
