@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_held = False  # by the main thread
 
 
 @contextmanager
@@ -18,7 +19,8 @@ def interrupts_held_back() -> Iterator[None]:
     A handler that raises, as Ctrl-C's does, may do so between any two steps of Python. Only the main thread runs
     handlers, so in others this does nothing; nor does it where a signal has no handler in Python.
     """
-    if threading.current_thread() is not threading.main_thread():
+    global _held
+    if _held or threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
@@ -35,9 +37,10 @@ def interrupts_held_back() -> Iterator[None]:
     try:
         for number in handlers:
             signal.signal(number, note)
+        _held = True  # here, where nothing can interrupt any more
         yield
     finally:
-        held = False
+        _held = held = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number, frame in arrived:

@@ -87,7 +87,7 @@ class OperationQueue:
     log_failure
         Logs why an operation could not be submitted; one that fails later logs that itself.
 
-    Invariant: an operation is in ``waiting_uses`` exactly while it is in ``waiting``.
+    Invariant: an operation is in ``waiting_uses`` exactly while it is in ``waiting``, from the first time anyone asks.
     """
 
     def __init__(
@@ -104,17 +104,32 @@ class OperationQueue:
         self._agreement = agreement
         self._log_failure = log_failure
         self.waiting: list[CacheOperation] = []
-        self.waiting_uses: InFlight[CacheOperation] = InFlight()
+        self._waiting_uses: InFlight[CacheOperation] = InFlight()
+        self._unnoted: dict[CacheOperation, Callable[[], Iterable[Use]]] = {}
         self.started: deque[StartedOperation] = deque()
         self._acks: list[Ack] = []
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.started)
 
-    def add(self, operation: CacheOperation, uses: Iterable[Use]) -> None:
-        """Let an operation wait to be started."""
-        self.waiting_uses.add(operation, uses)
+    def add(self, operation: CacheOperation, uses: Callable[[], Iterable[Use]]) -> None:
+        """Let an operation wait to be started; ``uses`` says what it does, should anyone ask before that."""
+        self._unnoted[operation] = uses
         self.waiting.append(operation)
+
+    @property
+    def waiting_uses(self) -> InFlight[CacheOperation]:
+        """What the operations that wait will do."""
+        if self._unnoted:
+            with interrupts_held_back():
+                for operation, uses in self._unnoted.items():
+                    self._waiting_uses.add(operation, uses())
+                self._unnoted.clear()
+        return self._waiting_uses
+
+    def _forget_uses(self, operation: CacheOperation) -> None:
+        self._unnoted.pop(operation, None)
+        self._waiting_uses.remove(operation)
 
     def start(self) -> StartedOperation | None:
         """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
@@ -127,7 +142,7 @@ class OperationQueue:
     def _start(self) -> StartedOperation:
         operation = CacheOperation.merge_ops(self.waiting)
         for part in self.waiting:
-            self.waiting_uses.remove(part)
+            self._forget_uses(part)
         self.waiting.clear()
         started = StartedOperation(operation, None)
         # Whatever interrupts the submission, its slots go back by way of its ack.
@@ -212,7 +227,7 @@ class OperationQueue:
 
     def _withdraw(self, operation: CacheOperation) -> None:
         self.waiting.remove(operation)
-        self.waiting_uses.remove(operation)
+        self._forget_uses(operation)
         self._give_back(operation)
 
     def _outcomes(self) -> list[tuple[StartedOperation, BaseException | None]]:

@@ -399,10 +399,7 @@ class TransferController:
                 tuple(pool_transfers),
                 () if event is None else (event,),
             )
-            self._writes.add(
-                operation,
-                self._uses(operation, device=Access.READ, host=Access.WRITE),
-            )
+            self._writes.add(operation, lambda: self._uses(operation, device=Access.READ, host=Access.WRITE))
             return own_indices(host_indices)
 
     def _load(
@@ -434,10 +431,7 @@ class TransferController:
                 tuple(pool_transfers),
                 () if ready_event is None else (ready_event,),
             )
-            self._loads.add(
-                operation,
-                self._uses(operation, device=Access.WRITE, host=Access.READ),
-            )
+            self._loads.add(operation, lambda: self._uses(operation, device=Access.WRITE, host=Access.READ))
             return own_indices(device_indices)
 
     def _resolve_host(
