@@ -64,7 +64,7 @@ def quota_table(report: Report) -> str:
 
 
 def idle_share(report: Report, policy: str, quota: int | None, direction: Direction) -> str:
-    """Share of a plain copy on an idle device: the quota's own case, or the worst run of the staged grid."""
+    """Share of a plain copy with no compute beside it: the quota's own case, or the worst run of the staged grid."""
     ratios = [
         result.measurement.ratio
         for result in report.cases

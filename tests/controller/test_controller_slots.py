@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from hicache_controller import transfer_handle
 from hicache_controller.events import HostSignal
 
 
@@ -36,6 +37,29 @@ def test_loading_or_storing_slots_of_a_queued_write_starts_it_first(make_stack):
     fresh = stack.group.alloc(16)
     assert stack.controller.prefetch(fresh, keys, request_id="r").wait() == 4
     assert stack.same(stack.loaded(fresh), rows)
+
+
+def test_an_error_while_a_queue_says_what_it_uses_is_over_with_the_next_question(make_stack, monkeypatch):
+    stack = make_stack()
+    devices = [stack.alloc(2) for _ in range(3)]
+    rows = [stack.compute(device) for device in devices]
+    hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
+    real, failing = transfer_handle.page_granules, iter([False, False, True])
+
+    def fail_once(indices, page_size):
+        if next(failing, False):
+            raise MemoryError
+        return real(indices, page_size)
+
+    monkeypatch.setattr(transfer_handle, "page_granules", fail_once)
+    with pytest.raises(MemoryError):
+        stack.controller.check_integrity()
+    stack.controller.check_integrity()
+    assert stack.controller.cancel_write(0)
+    stack.controller.evict_device(devices[2])  # which starts what still waits
+    assert stack.controller.poll_writes(wait=True)[0].node_ids == (1, 2)
+    for host, expected in zip(hosts[1:], rows[1:], strict=True):
+        assert stack.same(stack.loaded(host), expected)
 
 
 def test_slots_of_a_queued_load_cannot_be_written_or_evicted(make_stack):

@@ -304,7 +304,7 @@ def test_more_pages_than_are_read_at_once_keep_their_order(storage, fake_pool, n
     contents = pool.fill(range(10))
     assert all(storage.batch_set(keys, pool.slots(range(10))))
     os.unlink(storage.page_path(keys[4]))
-    monkeypatch.setattr(file, "_CHUNK_PAGES", 3)
+    monkeypatch.setattr(file, "_READ_PAGES", 3)
     target = list(range(20, 30))[::-1]
     assert storage.batch_get(keys, pool.slots(target)) == [i != 4 for i in range(10)]
     assert [pool.read(target[i]) for i in range(10) if i != 4] == [contents[i] for i in range(10) if i != 4]

@@ -55,6 +55,30 @@ def test_tree_serves_others_while_a_prefetch_is_under_way(make_model: MakeModel,
     model.empty()
 
 
+@pytest.mark.parametrize("tier", ["host", "storage"])
+@pytest.mark.parametrize(("pinned", "loaded"), [(0, 8), (3, 7), (7, 3), (10, 0)])
+def test_of_a_prefix_as_much_is_loaded_as_the_device_has_room_for(
+    make_model: MakeModel, keys_of: KeysOf, tier: str, pinned: int, loaded: int
+) -> None:
+    model = make_model(device_pages=10, host_pages=32, storage=MemoryStorage() if tier == "storage" else None)
+    words, others = tuple(range(8)), tuple(range(20, 20 + pinned))
+    model.serve(words)
+    model.cache.drain()
+    model.cache.evict_device(8)
+    if tier == "storage":
+        model.empty()
+    if pinned:
+        model.serve(others)
+    held = model.cache.match_prefix(keys_of(others))
+    assert held.device_pages == pinned
+    match = model.begin(keys_of(words))
+    assert match.pages == loaded
+    model.cache.release(match)
+    model.cache.release(held)
+    assert model.serve(words) == 8
+    model.empty()
+
+
 @pytest.mark.parametrize("where", ["lookup", "request", "wait"])
 def test_interrupted_prefetch_leaves_nothing_behind(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, where: str

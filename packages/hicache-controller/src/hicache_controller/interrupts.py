@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,14 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _held = False  # by the main thread
+
+
+def _let_go() -> None:
+    global _held
+    _held = False
+
+
+os.register_at_fork(after_in_child=_let_go)  # another thread's child has no main thread that would
 
 
 @contextmanager
@@ -24,23 +33,22 @@ def interrupts_held_back() -> Iterator[None]:
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
-    held = True
 
     def note(number: int, frame: FrameType | None) -> None:
         # Once the block is over it is as if this were the handler itself, should an interrupt keep it in its place.
-        if held:
+        if _held:
             arrived.append((number, frame))
         else:
             handlers[number](number, frame)
 
     handlers = {int(number): handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     try:
+        _held = True
         for number in handlers:
             signal.signal(number, note)
-        _held = True  # here, where nothing can interrupt any more
         yield
     finally:
-        _held = held = False
+        _held = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number, frame in arrived:

@@ -119,12 +119,13 @@ class OperationQueue:
 
     @property
     def waiting_uses(self) -> InFlight[CacheOperation]:
-        """What the operations that wait will do."""
+        """What the operations that wait will do; under the lock of whoever adds them, as asking takes note of them."""
         if self._unnoted:
             with interrupts_held_back():
-                for operation, uses in self._unnoted.items():
+                while self._unnoted:
+                    operation, uses = next(iter(self._unnoted.items()))
                     self._waiting_uses.add(operation, uses())
-                self._unnoted.clear()
+                    del self._unnoted[operation]
         return self._waiting_uses
 
     def _forget_uses(self, operation: CacheOperation) -> None:
@@ -135,11 +136,6 @@ class OperationQueue:
         """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
         if not self.waiting:
             return None
-        # Ctrl-C between two of these steps would leave slots in no book, or copies on a stream without their handle.
-        with interrupts_held_back():
-            return self._start()
-
-    def _start(self) -> StartedOperation:
         operation = CacheOperation.merge_ops(self.waiting)
         for part in self.waiting:
             self._forget_uses(part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,7 @@ from .events import COMPLETED, Event
 from .host_slots import HostSlots
 from .in_flight import Access, Side, Use
 from .indices import check_indices, device_slot_count, own_indices
+from .interrupts import interrupts_held_back
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
 from .metrics import Metrics
@@ -163,6 +164,8 @@ class TransferController:
         """
         return self._write(device_indices, node_id, ready_event, ())
 
+    # Ctrl-C between two steps would leave slots in no book, copies on a stream without their handle, or a lock taken.
+    @interrupts_held_back()
     def start_writing(self) -> Ack | None:
         """Start what is queued, merged into one transfer.
 
@@ -222,6 +225,7 @@ class TransferController:
         """
         return self._load(host_indices, node_id, ready_event, ())
 
+    @interrupts_held_back()  # as above
     def start_loading(self) -> int:
         """Start what is queued, merged into one transfer.
 
@@ -341,10 +345,11 @@ class TransferController:
 
     def check_integrity(self) -> None:
         """Check that the books of slots in flight are right; RuntimeError names the fault."""
-        self.engine.in_flight.check_integrity()
-        self._writes.waiting_uses.check_integrity()
-        self._loads.waiting_uses.check_integrity()
-        self._host_slots.check_integrity()
+        with self._lock:
+            self.engine.in_flight.check_integrity()
+            self._writes.waiting_uses.check_integrity()
+            self._loads.waiting_uses.check_integrity()
+            self._host_slots.check_integrity()
 
     # Inside
 
@@ -399,7 +404,8 @@ class TransferController:
                 tuple(pool_transfers),
                 () if event is None else (event,),
             )
-            self._writes.add(operation, lambda: self._uses(operation, device=Access.READ, host=Access.WRITE))
+            transfers = self._transfers(operation, load=False)
+            self._writes.add(operation, lambda: _uses_of(transfers, device=Access.READ, host=Access.WRITE))
             return own_indices(host_indices)
 
     def _load(
@@ -431,7 +437,8 @@ class TransferController:
                 tuple(pool_transfers),
                 () if ready_event is None else (ready_event,),
             )
-            self._loads.add(operation, lambda: self._uses(operation, device=Access.WRITE, host=Access.READ))
+            transfers = self._transfers(operation, load=False)
+            self._loads.add(operation, lambda: _uses_of(transfers, device=Access.WRITE, host=Access.READ))
             return own_indices(device_indices)
 
     def _resolve_host(
@@ -464,9 +471,7 @@ class TransferController:
         self, operation: CacheOperation, *, device: Access | None = None, host: Access | None = None
     ) -> list[Use]:
         """Say what an operation does on the sides that are given."""
-        sides = [(side, access) for side, access in ((Side.DEVICE, device), (Side.HOST, host)) if access is not None]
-        transfers = self._transfers(operation, load=False)
-        return [transfer.use(side, access) for transfer in transfers for side, access in sides]
+        return _uses_of(self._transfers(operation, load=False), device=device, host=host)
 
     def _submit_write(self, operation: CacheOperation) -> TransferHandle:
         transfers = self._transfers(operation, load=False)
@@ -506,3 +511,9 @@ def _device_of(group: HostPoolGroup) -> torch.device:
     """Device of the pools; an anchor that keeps no bytes has none of its own."""
     pools = [entry.device_pool for entry in (group.anchor_entry, *group.entries) if entry.device_pool is not None]
     return torch.device(pools[0].device) if pools else torch.device("cpu")
+
+
+def _uses_of(transfers: Iterable[L2Transfer], *, device: Access | None = None, host: Access | None = None) -> list[Use]:
+    """Say what transfers do on the sides that are given."""
+    sides = [(side, access) for side, access in ((Side.DEVICE, device), (Side.HOST, host)) if access is not None]
+    return [transfer.use(side, access) for transfer in transfers for side, access in sides]

@@ -10,7 +10,7 @@ LEAST_DIRECT_SHARE = 0.4
 MOST_DIRECT_SHARE = 1.5
 """Best rate of the main module, as a share of a plain copy's; 0.93 on an H200."""
 LEAST_WIDE_SHARE = 0.7
-"""Share of the bandwidth that the widest measured 2-D copies reach; 0.98 on an H200."""
+"""Share of the bandwidth that the widest 2-D copies reach; 0.98 on an H200."""
 MOST_SECONDS = 200e-6
 """A launch, or one more copy; under 20 us on an H200."""
 LEAST_RELAYOUT = 1.5

@@ -26,8 +26,9 @@ from .running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 64 << 20
-_CHUNK_PAGES = 1024
+_READ_PAGES = 1024  # of one compiled call
+_CHUNK_BYTES = 64 << 20  # written between two looks at what others write
+_CHUNK_PAGES = 256
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
 _THREADS = 8  # disks want several requests at once, whatever the number of cores
@@ -203,8 +204,8 @@ class FileStorage(HiCacheStorage):
         ends = {self._directory.page_path(key + self._model, part) for key in (keys[0], keys[-1])}
         waits = not all(is_cached(path) for path in ends)
         outcomes: list[Outcome] = []
-        for start in range(0, len(keys), _CHUNK_PAGES):
-            end = start + _CHUNK_PAGES
+        for start in range(0, len(keys), _READ_PAGES):
+            end = start + _READ_PAGES
             outcomes += self._read(pool, keys[start:end], pages[start:end], waits)
         with self._mutex:
             for key, outcome, tick in zip(keys, outcomes, self._ticks(len(keys)), strict=True):
@@ -262,7 +263,7 @@ class FileStorage(HiCacheStorage):
     ) -> list[bool]:
         stored = [False] * len(keys)
         size = disk_bytes(pool.page_bytes + FOOTER_BYTES)
-        most = _CHUNK_BYTES if self._capacity is None else min(_CHUNK_BYTES, self._capacity // 8)
+        most = _CHUNK_BYTES if self._capacity is None else min(_CHUNK_BYTES, self._capacity // _SHARE)
         step = max(1, min(_CHUNK_PAGES, most // size))
         with self._mutex:
             ticks = self._ticks(len(keys))

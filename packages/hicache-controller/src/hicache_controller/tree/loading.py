@@ -353,9 +353,14 @@ class TreeLoads(TreeTransfers):
                 self._release_pins(pinned)
                 return loaded
             self._release_pins(pinned)
-            if node.parent is None:
+            parent, above = node.parent, pages - node.pages
+            if parent is None:
                 return self._like(match, self.root, 0)
-            node, pages = self._last_restorable(node.parent, pages - node.pages)
+            fitting = pinned.device_pages + self.device_allocator.available_pages
+            if above < fitting < pages and not self.windows:
+                node, pages = self._split(node, fitting - above), fitting
+            else:
+                node, pages = self._last_restorable(parent, above)
 
     def _try_load(self, match: Match) -> bool:
         nodes = [node for node in self._path(match.node) if node.device is None][::-1]

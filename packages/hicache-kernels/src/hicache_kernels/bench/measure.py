@@ -34,13 +34,13 @@ class Measurement:
         Bytes moved, copies handed to the copy engine.
     seconds
         From the operation's start on the device until the host bytes are there or all rows are filled; on a stream that
-        was busy while the operation was queued.
+        was busy while the operation was queued, but for operations that are measured once.
     ratio
         Bandwidth as a share of a plain pinned copy of the same direction.
     idle_seconds, idle_ratio
         The same from the call on an idle device: what the thread needs before the device has work is in it.
     submit_seconds
-        Time the caller's thread spends in the call.
+        Time the caller's thread spends in the call, on an idle device.
     release_share
         Write-back: when the device rows have been read, as a share of ``seconds``. Load: 1.
     first_layer_share
@@ -169,8 +169,10 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     plain_bytes_per_second
         Rate of a plain copy in the same direction.
     repeats
-        Measured repetitions, after one that is not.
+        Measured repetitions of each way, after one that is not; at least 1.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it must be at least 1")
     device = pool.device_indices.device
     # One of torch's own could be the stream of the copies, behind which no event is seen before the last.
     side = own_stream(canonical_device(device), "timing") if device.type == "cuda" else None
@@ -183,13 +185,16 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         fresh = BenchPool(pool.transfer, pool.host_indices.clone(), pool.device_indices.clone(), pool.bytes)
         return _sample_on_cpu(fresh, case) if side is None else _sample_on_gpu(fresh, case, side, device, busy)
 
-    idle = [sample()]
-    while len(idle) <= repeats and idle[-1].seconds <= SLOW_SECONDS:
+    first = sample()
+    idle: list[_Sample] = []
+    kept: list[_Sample] = []
+    # In turns, as the CPU has faster and slower moments.
+    while first.seconds <= SLOW_SECONDS and len(idle) < repeats:
         idle.append(sample())
-    idle = idle[1:] or idle
-    behind_work = side is not None and idle[-1].seconds <= SLOW_SECONDS
-    busy = 4 * median(each.submit for each in idle) + LEAST_SPIN_SECONDS
-    kept = [sample(busy) for _ in range(repeats)] if behind_work else idle
+        if side is not None:
+            kept.append(sample(4 * idle[-1].submit + LEAST_SPIN_SECONDS))
+    idle = idle or [first]
+    kept = kept or idle
     seconds, idle_seconds = median(each.seconds for each in kept), median(each.seconds for each in idle)
     is_load = case.direction is Direction.LOAD
     return Measurement(
@@ -201,7 +206,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
         pool.bytes / seconds / plain_bytes_per_second,
         idle_seconds,
         pool.bytes / idle_seconds / plain_bytes_per_second,
-        median(each.submit for each in (*idle, *kept)),
+        median(each.submit for each in idle),
         1.0 if is_load else median(each.released for each in kept) / seconds,
         median(each.first_layer for each in kept) / seconds if is_load else 1.0,
     )

@@ -31,7 +31,7 @@ def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -
     """
     tree = tiers.tree
     keys = [SequenceKeys(tiers.page_size, row.tokens, namespace=namespace) for row in rows]
-    # A node that is larger than the device cannot be loaded at all; matches cut it where the device ends.
+    # More than the device holds need not come from storage.
     room = tree.device_allocator.page_num
     usable = [min((row.length - 1) // tiers.page_size, room) for row in rows]
     if tiers.windowed and len({row.pad for row in rows}) > 1:

@@ -34,7 +34,8 @@ PAGE_ROW_BYTES = 64 << 10
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
 STORAGE_BATCH_PAGES = 1024
-"""Pages of one call to storage: sessions wait for all of a piece anyway, and every call costs half a millisecond."""
+"""Pages of one call to storage: sessions wait for all of a piece anyway, and a call costs half a millisecond. What is
+interrupted, or takes longer than sessions wait for storage, brings nothing."""
 
 WINDOWED_SHARE = 0.3
 """Part of a tier for windows and states, where the model has any beside full attention."""
