@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,18 @@ from hicache_controller.integrations.transformers import HiCache
 pytestmark = pytest.mark.gpu
 
 PREFIX = 8 * fam.PAGE
+
+
+@pytest.fixture(autouse=True)
+def _attention_that_is_the_same_twice() -> Iterator[None]:
+    """Leave cuDNN out: with it, steps of one token behind 8,000 differ by a rounding now and then, without any cache.
+
+    In 12 of 764 runs beside other processes, on an H200; in none of 1,524 with other kernels.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def open_cache(model: Any, **options: Any) -> HiCache:

@@ -263,9 +263,9 @@ LEAST_CHUNK_PAGES = 16
 """Pages that a staging buffer should still take of so many layers."""
 NEAR_BEST = 1.01
 """Copies take no more layers once they are this close to the best."""
-SUBMIT_MARGIN = 3.0
+SUBMIT_MARGIN = 1.5
 """A thread whose code is not in the caches, or that shares its core, submits so much slower than it was measured to
-(0.5 us a copy in calibration, 1.2 to 1.4 us in operations that came one at a time, on an H200)."""
+(0.5 to 1.2 us a copy in calibration, 0.7 to 1.7 us in operations that came one at a time, on an H200)."""
 CALLER_WEIGHT = 0.1
 """What a second of the caller's thread is worth, in seconds of a load."""
 BULK_MULTIPLE = 128

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -148,14 +147,16 @@ class _Loads:
     def total(self) -> int:
         return self.bytes.total()
 
-    def since(self, before: _Loads, runs: int) -> _Loads:
-        """Mean of what came since, over so many loads."""
-        moved = self.bytes - before.bytes
-        return _Loads(
-            Counter({path: size // runs for path, size in moved.items()}),
-            (self.seconds - before.seconds) / runs,
-            (self.fetching - before.fetching) / runs,
-        )
+    def __add__(self, other: _Loads) -> _Loads:
+        return _Loads(self.bytes + other.bytes, self.seconds + other.seconds, self.fetching + other.fetching)
+
+    def __sub__(self, before: _Loads) -> _Loads:
+        return _Loads(self.bytes - before.bytes, self.seconds - before.seconds, self.fetching - before.fetching)
+
+    def mean(self, runs: int) -> _Loads:
+        """Return what one of so many moved."""
+        sizes = Counter({path: size // runs for path, size in self.bytes.items()})
+        return _Loads(sizes, self.seconds / runs, self.fetching / runs)
 
 
 class EngineBench:
@@ -258,17 +259,8 @@ class EngineBench:
             self._forward(prompt[:, :prefix], past)
         self.cache.flush()
 
-        times: dict[str, float] = {}
-        logits: dict[str, torch.Tensor] = {}
-        moved: dict[str, _Loads] = {}
-        for tier in ("l1", *(tier for tier in options.tiers if tier != "l1")):
-            progress(f"{length} tokens: from {tier.upper()}")
-            before = self._loaded()
-            times[tier], logits[tier] = self._repeat(
-                partial(self._continue, prompt, tier, prefix), before=partial(self._leave_in, tier)
-            )
-            self.cache.flush()
-            moved[tier] = self._loaded().since(before, self._runs)
+        progress(f"{length} tokens: from each tier")
+        times, logits, moved = self._from_tiers(prompt, prefix)
         for tier, found in logits.items():
             if not torch.equal(found, logits["l1"]):
                 raise BenchError(f"the logits from {tier} differ from those of the prefix in L1, for {length} tokens")
@@ -293,13 +285,33 @@ class EngineBench:
 
     # One measurement
 
+    def _from_tiers(
+        self, prompt: torch.Tensor, prefix: int
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor], dict[str, _Loads]]:
+        """Median time, logits and mean loads by tier; the tiers in turns, as a CPU has faster and slower moments."""
+        tiers = ("l1", *(tier for tier in self.options.tiers if tier != "l1"))
+        samples: dict[str, list[float]] = {tier: [] for tier in tiers}
+        moved = {tier: _Loads() for tier in tiers}
+        logits: dict[str, torch.Tensor] = {}
+        for _ in range(self.options.repeats + 1):
+            for tier in tiers:
+                self._leave_in(tier)
+                before = self._loaded()
+                seconds, logits[tier] = self._continue(prompt, tier, prefix)
+                self.cache.flush()
+                moved[tier] += self._loaded() - before
+                samples[tier].append(seconds)
+            if any(each[-1] > _SLOW_SECONDS for each in samples.values()):
+                break
+        times = {tier: median(each[1:] or each) for tier, each in samples.items()}
+        return times, logits, {tier: moved[tier].mean(len(each)) for tier, each in samples.items()}
+
     def _repeat(
         self, call: Callable[[], tuple[float, torch.Tensor]], before: Callable[[], object] = lambda: None
     ) -> tuple[float, torch.Tensor]:
         """Median of some calls after one to warm up, and the logits of the last; slow ones are measured once."""
         before()
         seconds, logits = call()
-        self._runs = 1
         if seconds > _SLOW_SECONDS:
             return seconds, logits
         samples = []
@@ -307,7 +319,6 @@ class EngineBench:
             before()
             seconds, logits = call()
             samples.append(seconds)
-        self._runs += len(samples)
         return median(samples), logits
 
     @contextlib.contextmanager
