@@ -1,7 +1,9 @@
 """The benchmark on the CPU, on tiny sizes: what it measures, the tables, files, and the judgement of targets."""
 
 import dataclasses
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hicache_kernels.bench import (
     quick_grid,
     run_benchmark,
 )
+from hicache_kernels.bench import report as bench_report
 from hicache_kernels.bench.builds import cold_build_seconds
 from hicache_kernels.bench.cases import SHAPES, Shape
 from hicache_kernels.bench.interference import Duplex
@@ -91,6 +94,31 @@ def test_a_case_moves_the_whole_pool(case: Case) -> None:
     assert measured.idle_ratio == pytest.approx(pool.bytes / measured.idle_seconds / 1e9)
     sides = [buffer[: pool.bytes].sort().values for buffer in (buffers.host, buffers.rows)]
     assert torch.equal(*sides)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 9])
+def test_a_pool_is_measured_again_while_plain_copies_are_slow(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    measured: list[Case] = []
+    copied = itertools.count()
+    real = bench_report.measure_case
+
+    def copies(_: Buffers, direction: Direction, count: int) -> list[float]:
+        # The first six are before any pool, then come two before and two behind each, in either direction.
+        taken = [next(copied) for _ in range(count)]
+        return [1.06 if 12 <= place < 12 + 8 * slow and direction is Direction.LOAD else 1.0 for place in taken]
+
+    def measure(case: Case, *arguments: Any, **options: Any) -> Measurement:
+        measured.append(case)
+        return real(case, *arguments, **options)
+
+    monkeypatch.setattr(bench_report, "plain_copy_samples", copies)
+    monkeypatch.setattr(bench_report, "measure_case", measure)
+    cases = [case for case in tiny_grid() if case.page_size == 1 and case.pattern is Pattern.RUN]
+    report = run_benchmark(cases, device="cpu", size=1 << 14, repeats=5, constants=CPU, interference=False)
+    assert [result.case for result in report.cases] == cases
+    attempts = min(slow + 1, bench_report.MOST_ATTEMPTS)
+    assert measured[: attempts * len(cases)] == cases * attempts
+    assert len(measured) == attempts * len(cases)
 
 
 def test_halves_do_not_overlap() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,11 @@ from .measure import Measurement, measure_case, plain_copy_samples
 from .pool import BenchPool, Buffers
 
 Progress = Callable[[str], None]
+
+MOST_SLOWDOWN = 1.05
+"""Plain copies around the cases of a pool, over all plain copies so far: with more, others use the machine."""
+MOST_ATTEMPTS = 3
+"""Measurements of a pool while others do; the last one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +154,9 @@ def run_benchmark(
     buffers = Buffers.allocate(size, device)
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
-    pool: tuple[tuple[object, ...], BenchPool] | None = None
-    for case in cases:
-        key = (case.shape, case.page_size, case.layout, case.pattern)
-        if pool is None or pool[0] != key:
-            progress(f"{case.shape.row_bytes} x {case.shape.layers}, pages of {case.page_size}, {case.layout.value}")
-            pool = (key, BenchPool.build(case, buffers, constants=constants))
-            for direction, samples in copies.items():
-                samples += plain_copy_samples(buffers, direction, 2)
-        report.cases.append(CaseResult(case, measure_case(case, pool[1], 1.0, repeats=repeats)))
+    for (shape, page_size, layout, _), group in itertools.groupby(cases, _pool_of):
+        progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
+        report.cases += _measure_pool(list(group), buffers, constants, copies, repeats)
     plain = {direction: median(samples) for direction, samples in copies.items()}
     report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
     report.cases = [
@@ -170,11 +170,42 @@ def run_benchmark(
     if interference:
         progress("graphs beside transfers")
         report.disturbances = list(disturbances(buffers, plain, repeats=repeats))
-    del pool, buffers
+    del buffers
     if device.type != "cpu":
         progress("both directions at once")
         report.duplex = measure_duplex(Buffers.allocate(2 * size, device), repeats=repeats)
     return report
+
+
+def _pool_of(case: Case) -> tuple[Shape, int, HostLayout, Pattern]:
+    return case.shape, case.page_size, case.layout, case.pattern
+
+
+def _measure_pool(
+    cases: list[Case],
+    buffers: Buffers,
+    constants: DeviceConstants,
+    copies: dict[Direction, list[float]],
+    repeats: int,
+) -> list[CaseResult]:
+    """Measure cases of one pool, again while plain copies before or behind them are slower than usual."""
+    pool = BenchPool.build(cases[0], buffers, constants=constants)
+    for _ in range(MOST_ATTEMPTS):
+        around = {direction: plain_copy_samples(buffers, direction, 2) for direction in Direction}
+        results = [CaseResult(case, measure_case(case, pool, 1.0, repeats=repeats)) for case in cases]
+        for direction, samples in around.items():
+            samples += plain_copy_samples(buffers, direction, 2)
+            copies[direction] += samples
+        if not any(disturbed(around[direction], copies[direction]) for direction in Direction):
+            break
+    return results
+
+
+def disturbed(samples: Sequence[float], usual: Sequence[float]) -> bool:
+    """Whether copies before or behind something took longer than usual: others use the bus, or the host's memory."""
+    # Not the median: at first, those of a disturbed moment may be most of all there are.
+    quarter = sorted(usual)[len(usual) // 4]
+    return max(median(samples[:2]), median(samples[2:])) > MOST_SLOWDOWN * quarter
 
 
 def _full_staging(buffers: Buffers, report: Report, repeats: int) -> CaseResult | None:
