@@ -243,6 +243,24 @@ def test_killed_builder_leaves_no_half_module_and_no_lock(workshop: Workshop) ->
     assert len(workshop.libraries()) == 1
 
 
+@pytest.mark.parametrize(
+    ("device_type", "archs", "commands"), [("cuda", 1, 1), ("cuda", 3, 2), ("rocm", 2, 1), ("cpu", 1, 1)]
+)
+def test_only_the_compiler_of_several_architectures_runs_in_threads_never_its_linker(
+    tmp_path: Path, device_type: str, archs: int, commands: int
+) -> None:
+    spec = next(each for each in module_specs() if (each.name, each.device_type) == ("main", device_type))
+    names = {"cuda": ["sm_80", "sm_90", "sm_100"], "rocm": ["gfx90a", "gfx942"], "cpu": ["x86_64"]}[device_type][:archs]
+    library = tmp_path / "main.so"
+    found = build.compile_commands(spec, compilers.Compiler("/bin/false", "/bin/false", ""), names, library)
+    assert len(found) == commands
+    assert ["-shared" in command for command in found] == [False] * (commands - 1) + [True]
+    assert ["--threads=0" in command for command in found] == [True] * (commands - 1) + [False]
+    assert str(library) == found[-1][-1]
+    if commands > 1:
+        assert found[0][-1] in found[-1]
+
+
 def test_remains_of_a_builder_killed_while_keeping_are_removed(workshop: Workshop) -> None:
     compiler = compilers.find_compiler("cpu")
     entry = workshop.cache / build.build_key(workshop.spec(), compiler, build.target_archs("cpu"))

@@ -152,21 +152,16 @@ def include_flags(spec: ModuleSpec) -> list[str]:
     return ours + [word for directory in theirs for word in ("-isystem", directory)]
 
 
-def compile_command(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[str]:
-    """Command that compiles and links ``spec`` into the shared library ``output``."""
-    return [
-        compiler.path,
-        *spec.flags,
-        *arch_flags(spec.device_type, archs),
-        *include_flags(spec),
-        *(["--threads=0"] if spec.device_type == "cuda" and len(archs) > 1 else []),
-        "-shared",
-        *map(str, spec.sources),
-        f"-L{Path(find_libtvm_ffi()).parent}",
-        "-ltvm_ffi",
-        "-o",
-        str(output),
-    ]
+def compile_commands(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[list[str]]:
+    """Commands that compile and link ``spec`` into the shared library ``output``, beside which they may leave files."""
+    start = [compiler.path, *spec.flags, *arch_flags(spec.device_type, archs)]
+    sources = [*include_flags(spec), *map(str, spec.sources)]
+    link = ["-shared", f"-L{Path(find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(output)]
+    if spec.device_type != "cuda" or len(archs) == 1:
+        return [[*start, *sources, *link]]
+    # nvcc links once for each architecture, through one file for all: threads would read what is not written yet.
+    compiled = str(output.with_suffix(".o"))
+    return [[*start, "--threads=0", "-c", *sources, "-o", compiled], [*start, compiled, *link]]
 
 
 def first_errors(output: str) -> str:
@@ -193,7 +188,11 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
     library = directory / library_name(spec)
     try:
         source_key = spec.source_key()
-        result = run_compiler(spec.device_type, compile_command(spec, compiler, archs, library))
+        for command in compile_commands(spec, compiler, archs, library):
+            result = run_compiler(spec.device_type, command)
+            if result.returncode != 0:
+                break
+        library.with_suffix(".o").unlink(missing_ok=True)
     except OSError as error:
         raise BuildError(f"{compiler.path} cannot build {spec.key}: {error}") from error
     if result.returncode != 0 or not library.is_file():
