@@ -63,6 +63,23 @@ def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_signal_at_the_end_of_one_block_takes_none_from_the_next(interrupted_at):
+    def block():
+        with interrupts_held_back():
+            pass
+
+    first, came = 0, True
+    while came:
+        first += 1
+        came = interrupted_at(block, first)
+        second = 0
+        while interrupted_at(block, second := second + 1):
+            pass
+        assert second > 10
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert first > 10
+
+
 @pytest.fixture
 def interrupted_at():
     """Call a function with Ctrl-C at its nth line of this project; tells whether it came."""

@@ -98,6 +98,7 @@ def test_a_case_moves_the_whole_pool(case: Case) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 9])
 def test_a_pool_is_measured_again_while_plain_copies_are_slow(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    buffers = Buffers.allocate(1 << 14, "cpu")
     measured: list[Case] = []
     copied = itertools.count()
     real = bench_report.measure_case
@@ -114,11 +115,13 @@ def test_a_pool_is_measured_again_while_plain_copies_are_slow(monkeypatch: pytes
     monkeypatch.setattr(bench_report, "plain_copy_samples", copies)
     monkeypatch.setattr(bench_report, "measure_case", measure)
     cases = [case for case in tiny_grid() if case.page_size == 1 and case.pattern is Pattern.RUN]
-    report = run_benchmark(cases, device="cpu", size=1 << 14, repeats=5, constants=CPU, interference=False)
-    assert [result.case for result in report.cases] == cases
-    attempts = min(slow + 1, bench_report.MOST_ATTEMPTS)
-    assert measured[: attempts * len(cases)] == cases * attempts
-    assert len(measured) == attempts * len(cases)
+    usual = {direction: copies(buffers, direction, 6) for direction in Direction}
+    found = bench_report._measure_pool(cases, buffers, CPU, usual, 1, attempts=3)
+    assert [result.case for result in found] == cases
+    attempts = min(slow + 1, 3)
+    assert measured == cases * attempts
+    # Of attempts that do not count, no plain copy does.
+    assert usual[Direction.LOAD] == [1.0] * 6 + [1.06 if slow > 2 else 1.0] * 4
 
 
 def test_halves_do_not_overlap() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,33 @@ def test_a_prompt_in_storage_that_is_longer_than_the_device_tier_is_loaded_in_pa
         assert past.hits[0] == Hit(48, storage=48)
         output = model.generate(prompt, past_key_values=past, max_new_tokens=4, do_sample=False)
     assert torch.equal(output, expected)
+
+
+def test_a_session_ends_while_another_one_loads_the_same_prefix() -> None:
+    model = fam.make_model("llama", seed=11)
+    shared = fam.random_tokens(8 * fam.PAGE + 3)
+    longer = torch.cat([shared, fam.random_tokens(2 * fam.PAGE)], 1)
+    with fam.open_cache(model) as cache:
+        pool, gate = cache.tiers.group.anchor_entry.host_pool, threading.Event()
+        with cache.session(longer) as past:  # nothing is cached yet
+            fam.forward(model, longer, past)
+            fam.keep(cache, shared, 8 * fam.PAGE)
+            fam.evict(cache)
+            load = pool.load_to_device_per_layer
+
+            def late(*arguments: Any, **options: Any) -> Any:
+                gate.wait()
+                return load(*arguments, **options)
+
+            pool.load_to_device_per_layer = late
+            loading = cache.session(shared)
+            loading.__enter__()
+            assert cache.tiers.tree._loads
+            # The other session ends only once this load does, which it waits for.
+            settle = cache.tiers.tree.settle
+            cache.tiers.tree.settle = lambda match: gate.set() or settle(match)
+        gate.set()
+        loading.__exit__(fam.LeftError, fam.LeftError(), None)
+        fam.check(cache)
+        with cache.session(longer) as past:
+            assert past.cached_tokens == 10 * fam.PAGE

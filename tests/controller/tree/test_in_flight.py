@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -397,4 +399,98 @@ def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made
     model.cache.drain()
     model.cache.check_integrity()
     assert model.lookup((1, 2, 5, 6)) == (4, 0)
+    model.empty()
+
+
+def test_a_write_that_fails_on_a_node_split_twice_gives_its_slots_back_once(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    model = make_model(device_pages=8, host_pages=8)
+    gate = model.gate("write")
+    gate.close()
+    gate.failing = True
+    insert(model, keys_of(range(8)))
+    gate.wait_entered()
+    model.lookup((0, 1))
+    model.lookup((0, 1, 2, 3, 4))
+    gate.open()
+    model.cache.drain()
+    model.cache.check_integrity()
+    gate.failing = False
+    model.empty()
+
+
+def test_a_load_that_fails_while_room_is_made_takes_nothing_below_it_along(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(device_pages=8, host_pages=16)
+    insert(model, keys_of(range(8)))
+    model.cache.drain()
+    model.cache.evict_device(8)
+    gate = model.gate("load")
+    gate.close()
+    gate.failing = True
+    above = model.cache.load_back(model.cache.match_prefix(keys_of(range(4))), wait=False)
+    gate.wait_entered()
+    longer = model.cache.match_prefix(keys_of(range(8)))
+    make_room = model.cache._make_device_room
+
+    def and_fail(count: int) -> bool:
+        monkeypatch.setattr(model.cache, "_make_device_room", make_room)
+        gate.open()
+        while model.cache._loads:
+            model.cache.poll(wait=True)
+        gate.failing = False
+        return make_room(count)
+
+    monkeypatch.setattr(model.cache, "_make_device_room", and_fail)
+    longer = model.cache.load_back(longer)
+    assert longer.pages == 8
+    model.verify_match(longer)
+    model.cache.check_integrity()
+    for match in (longer, model.cache.settle(above)):
+        model.cache.release(match)
+    model.empty()
+
+
+def test_an_interrupted_load_keeps_the_next_request_waiting_for_its_bytes(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(device_pages=8, host_pages=8)
+    insert(model, keys_of(range(4)))
+    model.cache.drain()
+    model.cache.evict_device(4)
+    gate = model.gate("load")
+    gate.close()
+    engine = model.controller.engine
+    submit = engine.submit_host_to_device
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        return submit(*arguments, **options)
+
+    monkeypatch.setattr(engine, "submit_host_to_device", interrupted)
+    match = model.cache.match_prefix(keys_of(range(4)))
+    with pytest.raises(KeyboardInterrupt):
+        model.cache.load_back(match, wait=False)
+    model.cache.release(match)
+    following = model.cache.load_back(model.cache.match_prefix(keys_of(range(4))), wait=False)
+    (consumer,) = following.consumers
+    assert len(model.controller.layer_done_counter.events(consumer)) == 2
+    gate.open()
+    following = model.cache.settle(following)
+    model.verify_match(following)
+    model.cache.release(following)
+    model.empty()
+
+
+def test_eviction_ends_where_nothing_can_be_saved(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(device_pages=8, host_pages=4, write_policy=WritePolicy.WRITE_BACK)
+    gate = model.gate("write")
+    model.serve((1, 2, 3))
+    model.serve((4, 5, 6))
+    gate.failing = True
+    assert model.cache.evict_device(6) == 6
+    gate.failing = False
     model.empty()

@@ -79,6 +79,22 @@ def test_of_a_prefix_as_much_is_loaded_as_the_device_has_room_for(
     model.empty()
 
 
+@pytest.mark.parametrize(("room", "loaded"), [(3, 0), (4, 4)])
+def test_no_less_is_loaded_for_want_of_room_than_is_worth_loading(
+    make_model: MakeModel, keys_of: KeysOf, room: int, loaded: int
+) -> None:
+    model = make_model(device_pages=10, host_pages=32, load_back_pages=4)
+    model.serve(tuple(range(8)))
+    model.cache.drain()
+    model.cache.evict_device(8)
+    taken = model.cache.alloc_device(10 - room)
+    match = model.begin(keys_of(tuple(range(8))))
+    assert match.pages == loaded
+    model.cache.release(match)
+    model.allocators["kv"].free_pages(taken)
+    model.empty()
+
+
 @pytest.mark.parametrize("where", ["lookup", "request", "wait"])
 def test_interrupted_prefetch_leaves_nothing_behind(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, where: str

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_held = False  # by the main thread
+_Arrived = list[tuple[int, FrameType | None]]
+_held: _Arrived | None = None  # what the block that the main thread is in holds back
 
 
 def _let_go() -> None:
     global _held
-    _held = False
+    _held = None
 
 
 os.register_at_fork(after_in_child=_let_go)  # another thread's child has no main thread that would
@@ -29,26 +30,26 @@ def interrupts_held_back() -> Iterator[None]:
     handlers, so in others this does nothing; nor does it where a signal has no handler in Python.
     """
     global _held
-    if _held or threading.current_thread() is not threading.main_thread():
+    if _held is not None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[tuple[int, FrameType | None]] = []
+    arrived: _Arrived = []
 
     def note(number: int, frame: FrameType | None) -> None:
         # Once the block is over it is as if this were the handler itself, should an interrupt keep it in its place.
-        if _held:
+        if _held is arrived:
             arrived.append((number, frame))
         else:
             handlers[number](number, frame)
 
     handlers = {int(number): handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     try:
-        _held = True
+        _held = arrived
         for number in handlers:
             signal.signal(number, note)
         yield
     finally:
-        _held = False
+        _held = None
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number, frame in arrived:

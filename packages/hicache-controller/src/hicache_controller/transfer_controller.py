@@ -164,8 +164,6 @@ class TransferController:
         """
         return self._write(device_indices, node_id, ready_event, ())
 
-    # Ctrl-C between two steps would leave slots in no book, copies on a stream without their handle, or a lock taken.
-    @interrupts_held_back()
     def start_writing(self) -> Ack | None:
         """Start what is queued, merged into one transfer.
 
@@ -176,7 +174,8 @@ class TransferController:
             if it has one. None where nothing was queued.
         """
         self._check_open()
-        with self._lock:
+        # Ctrl-C between two steps would leave slots in no book, or copies on a stream without their handle.
+        with self._lock, interrupts_held_back():
             started = self._writes.start()
             return None if started is None else started.ack(started.operation.node_ids, started.submit_error)
 
@@ -225,7 +224,6 @@ class TransferController:
         """
         return self._load(host_indices, node_id, ready_event, ())
 
-    @interrupts_held_back()  # as above
     def start_loading(self) -> int:
         """Start what is queued, merged into one transfer.
 
@@ -235,7 +233,7 @@ class TransferController:
             Consumer id for ``layer_done_counter.set_consumer``; -1 where nothing was queued.
         """
         self._check_open()
-        with self._lock:
+        with self._lock, interrupts_held_back():
             for operation in self._loads.waiting:
                 if not self._writes.waiting:
                     break
@@ -344,7 +342,10 @@ class TransferController:
             return self._stop(timeout)
 
     def check_integrity(self) -> None:
-        """Check that the books of slots in flight are right; RuntimeError names the fault."""
+        """Check that the books of slots in flight are right, once no other call is under way.
+
+        RuntimeError names the fault.
+        """
         with self._lock:
             self.engine.in_flight.check_integrity()
             self._writes.waiting_uses.check_integrity()

@@ -99,8 +99,8 @@ class TreeEviction(TreeStructure, ABC):
                 saving.append(node)
                 if freed + sum(n.pages for n in saving) >= count:
                     freed += self._finish_saving(saving)
-            elif saving:
-                freed += self._finish_saving(saving)
+            elif saving and (saved := self._finish_saving(saving)):
+                freed += saved
                 self._offer(node, device=True)
             else:
                 freed += node.pages

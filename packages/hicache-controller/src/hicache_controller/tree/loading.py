@@ -10,6 +10,7 @@ import torch
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from ..interrupts import interrupts_held_back
 from ..storage_worker import PrefetchOperation
 from .backups import further
 from .events import Change, Tier
@@ -348,19 +349,36 @@ class TreeLoads(TreeTransfers):
             pinned = self._like(match, node, pages)
             if pinned.on_device:
                 return pinned
-            if self._try_load(pinned):
-                loaded = self._like(match, node, pages)
+            try:
+                if self._try_load(pinned):
+                    return self._like(match, node, pages)
+            finally:
                 self._release_pins(pinned)
-                return loaded
-            self._release_pins(pinned)
-            parent, above = node.parent, pages - node.pages
-            if parent is None:
+            if not self._prefix_is_on_device(pinned):
+                continue  # there is more to load than it seemed
+            if node.parent is None:
                 return self._like(match, self.root, 0)
             fitting = pinned.device_pages + self.device_allocator.available_pages
-            if above < fitting < pages and not self.windows:
-                node, pages = self._split(node, fitting - above), fitting
+            if self.windows or fitting >= pages:
+                node, pages = self._last_restorable(node.parent, pages - node.pages)
             else:
-                node, pages = self._last_restorable(parent, above)
+                node, pages = self._cut(node, pages, fitting, match.device_pages)
+
+    def _cut(self, node: TreeNode, pages: int, fitting: int, on_device: int) -> tuple[TreeNode, int]:
+        """Shorten a prefix of ``pages`` pages to what fits, or to whole nodes where too little of the last would."""
+        while node.parent is not None and pages - node.pages >= fitting:
+            node, pages = node.parent, pages - node.pages
+        above = pages - node.pages
+        if node.parent is None or fitting >= pages:
+            return node, pages
+        if fitting - on_device < self.load_back_pages:
+            return node.parent, above
+        return self._split(node, fitting - above), fitting
+
+    @staticmethod
+    def _prefix_is_on_device(match: Match) -> bool:
+        """Whether what a match has on the device is there still; a load of it may have failed meanwhile."""
+        return match.device_node.device is not None or match.device_node.parent is None
 
     def _try_load(self, match: Match) -> bool:
         nodes = [node for node in self._path(match.node) if node.device is None][::-1]
@@ -369,7 +387,7 @@ class TreeLoads(TreeTransfers):
             parts.setdefault(part.name, []).append(part)
         hosts = [unpack(node.host) for node in nodes if node.host is not None]
         slots = self._slots(np.concatenate(hosts) if hosts else NO_PAGES)
-        if not self._make_device_room(len(slots) // self.page_size):
+        if not self._make_device_room(len(slots) // self.page_size) or not self._prefix_is_on_device(match):
             return False
         transfers = []
         for name, mine in parts.items():
@@ -389,11 +407,13 @@ class TreeLoads(TreeTransfers):
                 )
             )
         operation = self._operation([])
-        with self._reclaim.held():
-            target = self.controller.load(slots, node_id=operation.id, **further(transfers))
-        if target is None:
-            return False
-        self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)
+        # Ctrl-C in between would leave a load that no node knows, or nodes that wait for none.
+        with interrupts_held_back():
+            with self._reclaim.held():
+                target = self.controller.load(slots, node_id=operation.id, **further(transfers))
+            if target is None:
+                return False
+            self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)
         return True
 
     def settle(self, match: Match) -> Match:

@@ -83,7 +83,7 @@ class Retraction:
         kept = self._requests[request_id]
         match = cache._like(kept.match, kept.node, kept.match.pages)
         threshold, quota = cache.load_back_pages, cache.load_quota_pages
-        cache.load_back_pages, cache.load_quota_pages = 1, None
+        cache.load_back_pages, cache.load_quota_pages = max(1, match.host_pages), None
         try:
             match = cache.load_back(match)
         finally:

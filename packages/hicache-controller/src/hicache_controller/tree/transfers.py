@@ -130,9 +130,9 @@ class TreeTransfers(TreeBackups):
     def _finish_node_write(self, operation: Operation, *, failed: bool) -> None:
         tail = operation.nodes[0]
         for node in operation.nodes:
+            # One by one: forgetting a node drops what below it has no write of its own.
             node.write = None
-        if failed:
-            for node in operation.nodes:
+            if failed:
                 self._forget_host(node)
         if operation.holds_device:
             self._unlock_device(tail)

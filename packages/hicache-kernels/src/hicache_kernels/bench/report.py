@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 MOST_SLOWDOWN = 1.05
 """Plain copies around the cases of a pool, over all plain copies so far: with more, others use the machine."""
 MOST_ATTEMPTS = 3
-"""Measurements of a pool while others do; the last one counts."""
+"""Measurements of a pool while others do. The CPU, whose copies are never the same, has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,10 @@ def run_benchmark(
     buffers = Buffers.allocate(size, device)
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
+    attempts = 1 if device.type == "cpu" else MOST_ATTEMPTS
     for (shape, page_size, layout, _), group in itertools.groupby(cases, _pool_of):
         progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
-        report.cases += _measure_pool(list(group), buffers, constants, copies, repeats)
+        report.cases += _measure_pool(list(group), buffers, constants, copies, repeats, attempts)
     plain = {direction: median(samples) for direction, samples in copies.items()}
     report.plain_bytes_per_second = {direction.value: size / seconds for direction, seconds in plain.items()}
     report.cases = [
@@ -187,17 +188,22 @@ def _measure_pool(
     constants: DeviceConstants,
     copies: dict[Direction, list[float]],
     repeats: int,
+    attempts: int,
 ) -> list[CaseResult]:
-    """Measure cases of one pool, again while plain copies before or behind them are slower than usual."""
+    """Measure cases of one pool, again while plain copies before or behind them are slower than usual.
+
+    The last attempt counts, and the plain copies around it.
+    """
     pool = BenchPool.build(cases[0], buffers, constants=constants)
-    for _ in range(MOST_ATTEMPTS):
+    for left in reversed(range(attempts)):
         around = {direction: plain_copy_samples(buffers, direction, 2) for direction in Direction}
         results = [CaseResult(case, measure_case(case, pool, 1.0, repeats=repeats)) for case in cases]
         for direction, samples in around.items():
             samples += plain_copy_samples(buffers, direction, 2)
-            copies[direction] += samples
-        if not any(disturbed(around[direction], copies[direction]) for direction in Direction):
+        if not left or not any(disturbed(around[way], copies[way] + around[way]) for way in Direction):
             break
+    for direction, samples in around.items():
+        copies[direction] += samples
     return results
 
 

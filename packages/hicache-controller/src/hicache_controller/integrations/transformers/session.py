@@ -267,7 +267,8 @@ class Session:
                 self._cache.log_once("a load failed while the session used it; its tokens were not cached")
                 return
         match = tree.match_prefix(keys.hashes[:pages], namespace=self._namespace)
-        if match.pages < pages and not match.on_device:
+        if match.pages < pages:
+            # Also where another session is loading it.
             match = tree.load_back(match)
         count = pages - match.pages
         fresh = tree.alloc_device(count) if count > 0 else None
