@@ -62,6 +62,20 @@ def test_an_error_while_a_queue_says_what_it_uses_is_over_with_the_next_question
         assert stack.same(stack.loaded(host), expected)
 
 
+def test_the_books_are_checked_while_no_other_thread_can_change_them(make_stack, monkeypatch):
+    stack = make_stack()
+    books, free = stack.controller.engine.in_flight, []
+
+    def look():
+        other = threading.Thread(target=lambda: free.append(stack.controller._lock.acquire(blocking=False)))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(books, "check_integrity", look)
+    stack.controller.check_integrity()
+    assert free == [False]
+
+
 def test_slots_of_a_queued_load_cannot_be_written_or_evicted(make_stack):
     stack = make_stack()
     host, rows = stack.written(2)

@@ -298,6 +298,22 @@ def test_a_file_that_others_may_write_is_not_written_over(tmp_path, fingerprint,
     storage.close()
 
 
+def test_no_more_is_written_at_a_time_than_each_writer_keeps_back(
+    tmp_path, fingerprint, fake_pool, new_keys, monkeypatch
+):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=320 * 4096)
+    pool, keys = fake_pool(), new_keys(30)
+    storage.register_mem_pool_host(pool)
+    pool.fill(range(30))
+    chunks, real = [], FileStorage._store_chunk
+    monkeypatch.setattr(
+        FileStorage, "_store_chunk", lambda self, p, s, jobs, o: chunks.append(len(jobs)) or real(self, p, s, jobs, o)
+    )
+    assert all(storage.batch_set(keys, pool.slots(range(30))))
+    assert chunks == [10, 10, 10]
+    storage.close()
+
+
 def test_more_pages_than_are_read_at_once_keep_their_order(storage, fake_pool, new_keys, monkeypatch):
     pool, keys = fake_pool(), new_keys(10)
     storage.register_mem_pool_host(pool)

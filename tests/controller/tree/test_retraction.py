@@ -30,6 +30,24 @@ def check(model: Any, restored: Any) -> None:
         model.verify(name, rest[len(rest) - len(pages) :], pages)
 
 
+def test_a_request_without_room_to_come_back_moves_nothing(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(device_pages=10, host_pages=40)
+    match, pages, _ = start(model, keys_of(range(8)))
+    inserted = model.cache.insert(match, pages)
+    assert model.cache.retraction_backup("r", inserted.match, model.cache.alloc_device(1))
+    model.cache.drain()
+    model.cache.evict_device(10)
+    taken = model.allocators["kv"].alloc_pages(3)
+    assert model.cache.retraction_restore("r") is None
+    assert model.cache.stats().device_pages == 0
+    model.allocators["kv"].free_pages(taken)
+    restored = model.cache.retraction_restore("r")
+    model.verify_match(restored.match)
+    model.cache.release(restored.match)
+    model.allocators["kv"].free_pages(restored.pages)
+    model.empty()
+
+
 @pytest.mark.parametrize("policy", list(WritePolicy))
 def test_retracted_request_comes_back_bit_exact(make_model: MakeModel, keys_of: KeysOf, policy: WritePolicy) -> None:
     model = make_model(windows=(6, 8), states=(4, 8), write_policy=policy)
