@@ -64,10 +64,15 @@ def test_an_error_while_a_queue_says_what_it_uses_is_over_with_the_next_question
 
 def test_the_books_are_checked_while_no_other_thread_can_change_them(make_stack, monkeypatch):
     stack = make_stack()
-    books, free = stack.controller.engine.in_flight, []
+    books, lock, free = stack.controller.engine.in_flight, stack.controller._lock, []
+
+    def take():
+        free.append(lock.acquire(blocking=False))
+        if free[0]:
+            lock.release()
 
     def look():
-        other = threading.Thread(target=lambda: free.append(stack.controller._lock.acquire(blocking=False)))
+        other = threading.Thread(target=take)
         other.start()
         other.join()
 
