@@ -24,6 +24,16 @@ def insert(model: Any, keys: list[bytes]) -> None:
     model.cache.release(model.cache.insert(match, pages, windows=windows).match)
 
 
+def held_loads(model: Any, keys: list[bytes]) -> Any:
+    """Insert a request, leave it on the host alone, and hold its loads; returns the gate."""
+    insert(model, keys)
+    model.cache.drain()
+    model.cache.evict_device(len(keys))
+    gate = model.gate("load")
+    gate.close()
+    return gate
+
+
 def test_node_with_its_write_in_flight_is_not_evicted_by_write_through(make_model: MakeModel, keys_of: KeysOf) -> None:
     model = make_model()
     gate = model.gate("write")
@@ -424,11 +434,7 @@ def test_a_load_that_fails_while_room_is_made_takes_nothing_below_it_along(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(device_pages=8, host_pages=16)
-    insert(model, keys_of(range(8)))
-    model.cache.drain()
-    model.cache.evict_device(8)
-    gate = model.gate("load")
-    gate.close()
+    gate = held_loads(model, keys_of(range(8)))
     gate.failing = True
     above = model.cache.load_back(model.cache.match_prefix(keys_of(range(4))), wait=False)
     gate.wait_entered()
@@ -457,11 +463,7 @@ def test_an_interrupted_load_keeps_the_next_request_waiting_for_its_bytes(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(device_pages=8, host_pages=8)
-    insert(model, keys_of(range(4)))
-    model.cache.drain()
-    model.cache.evict_device(4)
-    gate = model.gate("load")
-    gate.close()
+    gate = held_loads(model, keys_of(range(4)))
     engine = model.controller.engine
     submit = engine.submit_host_to_device
 
