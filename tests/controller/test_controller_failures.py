@@ -93,6 +93,27 @@ def test_a_submission_that_fails_is_an_ack_with_an_error(make_stack, monkeypatch
     assert stack.same(stack.loaded(host), rows)
 
 
+@pytest.mark.parametrize("direction", ["write", "load"])
+def test_what_cannot_be_queued_takes_no_slots(make_stack, monkeypatch, direction):
+    stack = make_stack()
+    controller = stack.controller
+    host, _ = stack.written(2)
+    device = stack.alloc(2)
+    used = stack.used()
+
+    def broken(*args, **kwargs):
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(controller, "_transfers", broken)
+    with pytest.raises(MemoryError, match="injected"):
+        controller.write(device, node_id=1) if direction == "write" else controller.load(host, node_id=1)
+    monkeypatch.undo()
+    assert stack.used() == used
+    assert controller.start_writing() is None
+    assert controller.start_loading() == -1
+    controller.check_integrity()
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
 def test_a_load_behind_a_write_that_fails_fails_too(make_stack, known):
     stack = make_stack()

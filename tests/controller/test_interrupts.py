@@ -46,6 +46,24 @@ def test_the_error_of_a_handler_comes_out_of_the_block_and_blocks_may_be_nested(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_every_signal_within_the_block_is_handled_though_the_first_handler_raises():
+    told, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
+
+    def block():
+        with interrupts_held_back():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+                time.sleep(0.01)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert told == ["SIGTERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
     handlers = []
 

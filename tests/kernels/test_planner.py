@@ -248,6 +248,8 @@ def test_a_load_of_narrow_shares_takes_several_layers_a_copy_and_of_wide_ones_fe
     assert plan_load(narrow, layer_by_layer=False, policy="staged").layers_each >= 8
     assert plan_load(wide, layer_by_layer=False, policy="staged").layers_each == 1
     assert plan_load(by_runs, layer_by_layer=False, policy="staged").layers_each >= 4
+    narrow_rows_of_large_pages = dataclasses.replace(wide, runs=1, layout=HostLayout.PAGE_FIRST)
+    assert plan_load(narrow_rows_of_large_pages, layer_by_layer=False, policy="staged").layers_each == 16
     assert plan_load(narrow, layer_by_layer=True, policy="staged").layers_each == 1
     first_layer = dataclasses.replace(narrow, layout=HostLayout.LAYER_FIRST)
     assert plan_load(first_layer, layer_by_layer=False, policy="staged").layers_each == 1

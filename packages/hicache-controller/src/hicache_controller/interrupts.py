@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,5 +52,6 @@ def interrupts_held_back() -> Iterator[None]:
         _held = None
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+        with ExitStack() as calls:  # which calls each, also where one before it raises
+            for number, frame in reversed(arrived):
+                calls.callback(handlers[number], number, frame)

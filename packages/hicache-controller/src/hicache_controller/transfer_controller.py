@@ -386,6 +386,7 @@ class TransferController:
         if device_indices.numel() or not pool_transfers:
             check_indices("device_indices", device_indices, self.page_size, device_slot_count(anchor))
         device_indices = own_indices(device_indices)
+        event = ready_event if ready_event is not None else self.engine.submission_event()
         with self._lock:
             self._device_slots.check_not_loading(anchor, device_indices)
             host_indices = self._host_slots.alloc(device_indices.numel()) if device_indices.numel() else device_indices
@@ -397,7 +398,6 @@ class TransferController:
                 if not self._resolve_host(pool_transfers, host_indices, device_indices):
                     return None
                 undo.pop_all()
-            event = ready_event if ready_event is not None else self.engine.submission_event()
             operation = CacheOperation(
                 host_indices,
                 device_indices,
@@ -405,9 +405,14 @@ class TransferController:
                 tuple(pool_transfers),
                 () if event is None else (event,),
             )
-            transfers = self._transfers(operation, load=False)
+            try:
+                transfers = self._transfers(operation, load=False)
+                callers = own_indices(host_indices)
+            except BaseException:
+                self._give_back_write(operation)
+                raise
             self._writes.add(operation, lambda: _uses_of(transfers, device=Access.READ, host=Access.WRITE))
-            return own_indices(host_indices)
+            return callers
 
     def _load(
         self,
@@ -438,9 +443,14 @@ class TransferController:
                 tuple(pool_transfers),
                 () if ready_event is None else (ready_event,),
             )
-            transfers = self._transfers(operation, load=False)
+            try:
+                transfers = self._transfers(operation, load=False)
+                callers = own_indices(device_indices)
+            except BaseException:
+                self._give_back_load(operation)
+                raise
             self._loads.add(operation, lambda: _uses_of(transfers, device=Access.WRITE, host=Access.READ))
-            return own_indices(device_indices)
+            return callers
 
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
