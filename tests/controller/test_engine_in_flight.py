@@ -1,5 +1,6 @@
 """Slots in flight against a plain model, and the events and lanes under them."""
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -130,6 +131,23 @@ def test_a_thread_lane_runs_jobs_in_order_behind_their_events():
     jobs[2].ended.wait()
     assert log == [0, 1, 2]
     assert lane.close(30)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_job_that_ends_with_what_is_no_exception_does_not_end_its_lane(caplog):
+    class Cancelled(Recorder):
+        def run(self):
+            super().run()
+            raise asyncio.CancelledError
+
+    log, lane = [], ThreadLane(CpuDevice(), "lane")
+    lane.submit(Cancelled(log, 0), [])
+    behind = Recorder(log, 1)
+    lane.submit(behind, [])
+    assert behind.ended.wait(30)
+    assert log == [0, 1]
+    assert lane.close(30)
+    assert "no Exception" in caplog.text
 
 
 def test_a_closing_lane_ends_the_running_job_and_abandons_the_rest():

@@ -1,5 +1,6 @@
 """Backup to and prefetch from storage: threads, policies, limits, faults, attach and detach."""
 
+import asyncio
 import threading
 import time
 
@@ -290,6 +291,76 @@ def test_storage_that_hangs_is_a_miss_and_is_left_alone_for_a_while(make_stack):
     assert stack.controller.storage_exists(keys) == 2
 
 
+def test_nobody_waits_for_storage_while_a_lookup_that_hangs_is_out(make_stack):
+    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01, back_off_seconds=0))
+    keys, _ = stored(stack, 2)
+    stack.storage.exists_gate.close()
+    assert [stack.controller.storage_exists(keys) for _ in range(5)] == [0] * 5
+    assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="exists") == 1
+    stack.storage.exists_gate.open()
+    stack.controller.storage._attached.lookups.drain(30)
+    assert stack.controller.storage_exists(keys) == 2
+
+
+def test_a_backup_that_hangs_is_waited_for_once_and_within_the_timeout(make_stack):
+    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
+    host, _ = stack.written(2)
+    stack.storage.set_gate.close()
+    stack.controller.backup(host, stack.keys(2), node_id=5)
+    assert [stack.controller.poll_backups(wait=True) for _ in range(5)] == [[]] * 5
+    assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="backup") == 1
+    assert stack.controller.evict_host(host) == 0
+    stack.storage.set_gate.open()
+    stack.controller.storage._attached.backups.drain(30)
+    (ack,) = stack.controller.poll_backups(wait=True)
+    assert (ack.node_id, ack.stored_pages, ack.error) == (5, 2, None)
+    assert stack.used() == (0, 0)
+
+
+def test_acks_of_a_new_storage_do_not_wait_for_one_that_hung_when_it_was_detached(make_stack):
+    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
+    host, _ = stack.written(4)
+    stack.storage.set_gate.close()
+    stack.controller.backup(host[:8], stack.keys(2), node_id=1)
+    stack.storage.set_gate.wait_entered()
+    stack.controller.detach_storage_backend()
+    stack.controller.attach_storage_backend(MemoryStorage())
+    stack.controller.backup(host[8:], stack.keys(2), node_id=2)
+    acks = []
+    while len(acks) < 2:
+        acks += stack.controller.poll_backups(wait=True)
+    assert [(ack.node_id, ack.stored_pages) for ack in acks] == [(1, 0), (2, 2)]
+    assert "detached" in str(acks[0].error)
+    assert stack.controller.evict_host(host) == 8
+    stack.storage.set_gate.open()
+
+
+def test_a_backup_whose_wait_for_room_is_interrupted_leaves_nothing(make_stack, monkeypatch):
+    stack = make_stack(storage=True, storage_settings=StorageSettings(backup_queue_pages=1))
+    host, _ = stack.written(3)
+    stack.storage.set_gate.close()
+    for node in range(2):
+        stack.controller.backup(host[node * 4 : node * 4 + 4], stack.keys(1), node_id=node)
+    wait_for = threading.Condition.wait_for
+
+    def interrupted(condition, *arguments):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return wait_for(condition, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stack.controller.backup(host[8:], stack.keys(1), node_id=2)
+    assert stack.controller.evict_host(host[8:]) == 4
+    stack.storage.set_gate.open()
+    acks = []
+    while len(acks) < 2:
+        acks += stack.controller.poll_backups(wait=True)
+    assert [ack.node_id for ack in acks] == [0, 1]
+    assert not stack.controller.poll_backups(wait=True)
+
+
 def test_slots_of_a_prefetch_that_hangs_stay_in_flight_until_storage_answers(make_stack):
     stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
     keys, _ = stored(stack, 2)
@@ -303,6 +374,21 @@ def test_slots_of_a_prefetch_that_hangs_stay_in_flight_until_storage_answers(mak
     operation.host_ready.synchronize()
     stack.controller.poll_backups()
     assert stack.used() == (0, 0)
+    assert operation.completed_pages == 0
+
+
+def test_what_came_before_a_prefetch_hung_does_not_count_as_a_load_would_wait_for_the_rest(make_stack):
+    settings = StorageSettings(timeout_seconds=0.01, batch_pages=1, prefetch_policy="wait_complete")
+    stack = make_stack(storage=True, storage_settings=settings)
+    keys, _ = stored(stack, 2)
+    stack.storage.get_gate.close()
+    host = stack.group.alloc(8)
+    operation = stack.controller.prefetch(host, keys, request_id="r")
+    stack.storage.get_gate.wait_entered()
+    operation.progress(1)
+    assert stack.controller.finish_prefetch(operation) == 0
+    stack.storage.get_gate.open()
+    operation.host_ready.synchronize()
     assert operation.completed_pages == 0
 
 
@@ -521,3 +607,18 @@ def test_a_storage_thread_survives_what_its_work_raises(make_stack):
         assert isinstance(task.error, KeyError)
     assert thread.close(30)
     assert not thread.submit(StorageTask((), ()), timeout=0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_storage_thread_survives_what_is_no_exception(make_stack, caplog):
+    def work(task):
+        raise asyncio.CancelledError
+
+    thread = StorageThread("t", work, lambda task: None, queue_pages=10, synchronous=False)
+    for _ in range(2):
+        task = StorageTask((), ())
+        assert thread.submit(task, timeout=30)
+        assert task.host_ready.synchronize(30)
+        assert isinstance(task.error, asyncio.CancelledError)
+    assert thread.close(30)
+    assert "no Exception" in caplog.text

@@ -314,6 +314,56 @@ def test_no_more_is_written_at_a_time_than_each_writer_keeps_back(
     storage.close()
 
 
+def test_many_writers_leave_each_other_room(tmp_path, fake_pool, new_keys):
+    pool, keys = fake_pool(), new_keys(40)
+    pool.fill(range(2))
+
+    def joined(rank):
+        fingerprint = Fingerprint("model", revision="1", tp_rank=rank, tp_size=40)
+        storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=1024 * 4096, threads=1)
+        storage.register_mem_pool_host(pool)
+        return storage
+
+    storages = [joined(0)]
+    first = new_keys(2)
+    assert all(storages[0].batch_set(first, pool.slots(range(2))))
+    for rank in range(1, 40):
+        storages.append(joined(rank))
+        assert storages[-1].batch_set(keys[rank : rank + 1], pool.slots([0])) == [True]
+    assert storages[0].batch_exists(first) == 2
+    assert sum(storage.stats().evicted for storage in storages) == 0
+    for storage in storages:
+        storage.close()
+
+
+def test_a_page_larger_than_the_capacity_takes_no_others_place(tmp_path, fingerprint, fake_pool, new_keys):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=64 * 4096)
+    small, large = fake_pool(), fake_pool(pages=2, page_size=1, page_bytes=65 * 4096)
+    storage.register_mem_pool_host(small)
+    storage.register_mem_pool_host(large, name="mamba")
+    keys = new_keys(10)
+    assert all(storage.batch_set(keys, small.slots(range(10))))
+    assert storage.batch_set(new_keys(1), large.slots([0]), name="mamba") == [False]
+    assert storage.batch_exists(keys) == 10
+    assert storage.stats().no_room == 1
+    storage.close()
+
+
+def test_files_that_were_to_be_written_over_leave_where_room_is_still_lacking(
+    tmp_path, fingerprint, fake_pool, new_keys
+):
+    storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=256 * 4096)
+    pool, chain = fake_pool(pages=256), new_keys(250)
+    storage.register_mem_pool_host(pool)
+    assert all(storage.batch_set(chain, pool.slots(range(250)), parents=[None, *chain[:249]]))
+    assert all(storage.batch_set(new_keys(6), pool.slots(range(6))))
+    more = new_keys(8)
+    assert not any(storage.batch_set(more, pool.slots(range(8)), parents=[chain[249], *more[:7]]))
+    files = [name for _, _, names in os.walk(tmp_path / "pages") for name in names]
+    assert len(files) == storage.stats().pages
+    storage.close()
+
+
 def test_more_pages_than_are_read_at_once_keep_their_order(storage, fake_pool, new_keys, monkeypatch):
     pool, keys = fake_pool(), new_keys(10)
     storage.register_mem_pool_host(pool)

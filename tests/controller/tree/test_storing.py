@@ -321,3 +321,26 @@ def test_head_that_storage_lost_without_a_word_is_stored_again_with_its_tail(
     model.cache.drain()
     assert model.in_storage(keys_of((1, 2, 3)), "kv") == [3]
     model.empty()
+
+
+def test_backup_that_is_interrupted_leaves_no_lock_and_is_made_when_the_prefix_is_used_again(
+    make_model: MakeModel, keys_of: KeysOf, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(storage=MemoryStorage(), windows=(8, 8), states=(8, 8), clock=clock)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.controller, "backup", interrupted)
+        model.serve((1, 2, 3))
+        with pytest.raises(KeyboardInterrupt):
+            model.cache.drain()
+    model.cache.drain()
+    model.cache.check_integrity()
+    assert not model.cache._backups
+    clock.now += 1
+    model.serve((1, 2, 3))
+    model.cache.drain()
+    assert model.in_storage(keys_of((1, 2, 3)), "kv", "swa", "mamba") == [3, 2, 1]
+    model.empty()

@@ -383,6 +383,8 @@ class ThreadLane:
                     self._running = True
                 try:
                     self._run(job, after)
+                except BaseException:  # the job has it as its error; those behind it are to be done
+                    logger.exception("a transfer was ended by what is no Exception")
                 finally:
                     self._ended()
 

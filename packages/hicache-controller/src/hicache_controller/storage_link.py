@@ -59,7 +59,7 @@ class StorageSettings:
     timeout_seconds
         Longest that storage may hold up a caller. A lookup that takes longer counts as a miss.
     back_off_seconds
-        How long nothing is looked up after that.
+        How long nothing is looked up after that, and until the lookup has returned.
     """
 
     prefetch_policy: PrefetchPolicy | str = PrefetchPolicy.BEST_EFFORT
@@ -115,6 +115,14 @@ class _Attached:
         return self.backups, self.prefetches, self.lookups
 
 
+def _given_up(backup: BackupOperation) -> BackupOperation:
+    """Stand in for a backup that a storage which was let go is not done with: acks come in order."""
+    failed = BackupOperation((), backup.node_id)
+    failed.error = RuntimeError("the storage was detached before it had taken the pages")
+    failed.host_ready.fire()
+    return failed
+
+
 def no_page_get(keys: Sequence[bytes], host_indices: torch.Tensor, name: str) -> list[bool]:
     """Find nothing: the page function without a backend."""
     return [False] * len(keys)
@@ -167,6 +175,8 @@ class StorageLink:
         self._backups: deque[BackupOperation] = deque()
         self._prefetches: list[PrefetchOperation] = []
         self._quiet_until = 0.0
+        self._overdue_lookup: _Lookup | None = None
+        self._overdue_backup: BackupOperation | None = None
         self._metrics.gauge("backup_queue_pages", lambda: self._depth("backups"))
         self._metrics.gauge("prefetch_queue_pages", lambda: self._depth("prefetches"))
 
@@ -207,7 +217,7 @@ class StorageLink:
                 undo.pop_all()
             self._pools = pools
             self.page_get_func, self.page_set_func = page_get, page_set
-            self._quiet_until = 0.0
+            self._quiet_until, self._overdue_lookup = 0.0, None
             self.changes += 1
 
     def follow_removals(self, listener: RemovalListener) -> None:
@@ -266,12 +276,16 @@ class StorageLink:
         attached = self._attached
         if attached is None or not keys or time.monotonic() < self._quiet_until:
             return 0
+        if self._overdue_lookup is not None and not self._overdue_lookup.host_ready.query():
+            return 0
+        self._overdue_lookup = None
         lookup = _Lookup(keys, transfers)
         if not attached.lookups.submit(lookup, timeout=0):
             return 0
         if not lookup.host_ready.synchronize(self.settings.timeout_seconds):
             self._metrics.count("storage_timeouts", operation="exists")
             self._quiet_until = time.monotonic() + self.settings.back_off_seconds
+            self._overdue_lookup = lookup
             logger.warning(
                 "storage did not answer within %s s; nothing is looked up for %s s",
                 self.settings.timeout_seconds,
@@ -294,23 +308,31 @@ class StorageLink:
         before = self._engine.predecessors([(use, accesses) for use in uses])
         operation = BackupOperation(parts, node_id, before.events, before.sources)
         self._backups.append(operation)
-        if error is not None:
-            operation.error = error
-            operation.host_ready.fire()
-        elif not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
-            self._metrics.count("backup_dropped_pages", operation.pages)
-            operation.error = RuntimeError(
-                f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for "
-                f"{self.settings.timeout_seconds} s"
-            )
-            operation.host_ready.fire()
+        try:
+            if error is not None:
+                operation.error = error
+                operation.host_ready.fire()
+            elif not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
+                self._metrics.count("backup_dropped_pages", operation.pages)
+                operation.error = RuntimeError(
+                    f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for "
+                    f"{self.settings.timeout_seconds} s"
+                )
+                operation.host_ready.fire()
+        except BaseException:
+            # Where waiting for room was interrupted, no ack comes.
+            self._backups.remove(operation)
+            raise
 
     def poll_backups(self, wait: bool) -> list[StorageAck]:
-        """Return the acks of the backups that are done, in order, on every rank."""
+        """Return the acks of the backups that are done, in order, on every rank.
+
+        ``wait`` blocks for the first of them, once, and no longer than the storage timeout.
+        """
         if not self._backups:
             return []
         if wait:
-            self._backups[0].host_ready.synchronize()
+            self._wait_for_backup(self._backups[0])
         done = 0
         while done < len(self._backups) and self._backups[done].done:
             done += 1
@@ -323,6 +345,14 @@ class StorageLink:
         for operation, pages in zip(operations, stored, strict=True):
             operation.stored_pages = pages
         return [operation.ack() for operation in operations]
+
+    def _wait_for_backup(self, backup: BackupOperation) -> None:
+        """Wait for a backup within the storage timeout, or not at all where that has passed before."""
+        if backup is self._overdue_backup or backup.host_ready.synchronize(self.settings.timeout_seconds):
+            return
+        self._overdue_backup = backup
+        self._metrics.count("storage_timeouts", operation="backup")
+        logger.warning("storage did not take pages within %s s; they are not waited for", self.settings.timeout_seconds)
 
     # Prefetch
 
@@ -380,13 +410,11 @@ class StorageLink:
     def _submit(self, thread: StorageThread[Any], operation: StorageTask, uses: Sequence[Use], timeout: float) -> bool:
         if not self._synchronous:
             self._engine.in_flight.add(operation, uses)
-        queued = False
         try:
-            queued = thread.submit(operation, timeout=timeout)
+            return thread.submit(operation, timeout=timeout)
         finally:
-            if not queued:
+            if not operation.queued:
                 self._engine.in_flight.remove(operation)
-        return queued
 
     def _start(self, backend: StorageBackend, page_get: PageGet, page_set: PageSet) -> _Attached:
         settings = self.settings
@@ -434,6 +462,7 @@ class StorageLink:
         if finish_backups:
             attached.backups.drain(timeout)
         stopped = [thread.close(timeout) for thread in attached.threads]
+        self._backups = deque(each if each.done else _given_up(each) for each in self._backups)
         if self._listener is not None and isinstance(attached.backend, HiCacheStorage):
             attached.backend.set_removal_listener(None)
         self.changes += 1

@@ -16,6 +16,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy
 
 from .agreement import Agreement
 from .events import Event, HostSignal, wait_until_done
+from .interrupts import interrupts_held_back
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
 from .storage.base import HiCacheStorage
@@ -161,6 +162,8 @@ class StorageTask(InFlightOperation):
         What ended it, or None.
     cancelled
         Whether it is to stop behind the batch that moves now.
+    queued
+        Whether a thread has it, or had it.
     """
 
     host_ready: HostSignal
@@ -174,6 +177,7 @@ class StorageTask(InFlightOperation):
         self.host_ready = HostSignal()
         self.error: BaseException | None = None
         self.cancelled = False
+        self.queued = False
 
     @property
     def pages(self) -> int:
@@ -276,13 +280,13 @@ class PrefetchOperation(StorageTask):
         ----------
         timeout
             Seconds to wait for this rank's storage; then it is cancelled, and what has come counts. Storage that hangs
-            is left alone after its deadline: its slots stay in flight, and the answer is what had come by then.
+            is left alone after its deadline: its slots stay in flight, so nothing counts that a load would wait for.
         """
         if self._agreed is None:
             if not self.host_ready.synchronize(timeout if timeout is not None else self._deadline_seconds):
                 self.cancel()
                 self.host_ready.synchronize(self._deadline_seconds)
-            self._agreed = self._agreement.smallest([self._usable()])[0]
+            self._agreed = self._agreement.smallest([self._usable() if self.done else 0])[0]
         return self._agreed
 
     def progress(self, pages: int) -> None:
@@ -343,6 +347,7 @@ class StorageThread(Generic[Task]):
     def submit(self, task: Task, *, timeout: float | None) -> bool:
         """Queue a task, blocking while the queue is full, at most ``timeout`` seconds; tell whether it was queued."""
         if self._thread is None:
+            task.queued = True
             self._run(task)
             return True
         with self._changed:
@@ -352,9 +357,11 @@ class StorageThread(Generic[Task]):
             )
             if not admitted or self.stopping.is_set():
                 return False
-            self._tasks.append(task)
-            self._depth += task.pages
-            self._changed.notify_all()
+            with interrupts_held_back():  # it is this thread's to read from exactly when it counts as queued
+                task.queued = True
+                self._tasks.append(task)
+                self._depth += task.pages
+                self._changed.notify_all()
         return True
 
     def drain(self, timeout: float) -> bool:
@@ -381,7 +388,10 @@ class StorageThread(Generic[Task]):
                 task = self._running = self._tasks.popleft()
                 self._depth -= task.pages
                 self._changed.notify_all()
-            self._run(task)
+            try:
+                self._run(task)
+            except BaseException:  # the task has it as its error; those behind it are to be done
+                logger.exception("a storage operation was ended by what is no Exception")
             with self._changed:
                 self._running = None
                 self._changed.notify_all()

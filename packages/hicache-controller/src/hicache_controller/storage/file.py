@@ -30,7 +30,8 @@ _READ_PAGES = 1024  # of one compiled call
 _CHUNK_BYTES = 64 << 20  # written between two looks at what others write
 _CHUNK_PAGES = 256
 _SPREAD_WRITES = 64 << 10  # creating smaller files is slower in several threads: they wait for the file system's locks
-_SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did
+_SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did; less
+# with more than 16 others, or their shares would leave no room
 _THREADS = 8  # disks want several requests at once, whatever the number of cores
 _CPU_THREADS = 16  # a core copies and sums up 3 to 4 GB/s out of the page cache, 16 of them 37 (on a GPU host)
 # What these say is of the process or the system, and nothing of the file.
@@ -263,7 +264,9 @@ class FileStorage(HiCacheStorage):
     ) -> list[bool]:
         stored = [False] * len(keys)
         size = disk_bytes(pool.page_bytes + FOOTER_BYTES)
-        most = _CHUNK_BYTES if self._capacity is None else min(_CHUNK_BYTES, self._capacity // _SHARE)
+        most = _CHUNK_BYTES
+        if self._capacity is not None:
+            most = min(most, self._share(self._capacity, self._presence[0]))
         step = max(1, min(_CHUNK_PAGES, most // size))
         with self._mutex:
             ticks = self._ticks(len(keys))
@@ -294,6 +297,7 @@ class FileStorage(HiCacheStorage):
             return
         keep = {job.page for job in todo} | {job.parent for job in todo if job.parent is not None}
         if not self._reserve(size, len(todo), keep):
+            self._remove_spares()
             self._count("no_room", len(todo))
             return
         try:
@@ -304,13 +308,17 @@ class FileStorage(HiCacheStorage):
         finally:
             with self._mutex:
                 self._reserved -= len(todo) * size
-                left, self._spares = self._spares, []
-            for spare in left:
-                remove_file(spare)
+            self._remove_spares()
         if failure is not None:
             raise failure
         if self._writes.succeeded():
             logger.info("storage %s: writing works again", self._root)
+
+    def _remove_spares(self) -> None:
+        with self._mutex:
+            left, self._spares = self._spares, []
+        for spare in left:
+            remove_file(spare)
 
     def _without_present(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> list[_Job]:
         part = self._part(pool)
@@ -410,7 +418,7 @@ class FileStorage(HiCacheStorage):
                 self._reserved += need
             return True
         presence = self._directory.presence()
-        share = self._capacity // _SHARE
+        share = self._share(self._capacity, presence[0])
         limit = self._capacity - presence[0] * share
         with self._mutex:
             crowded = presence != self._presence or (presence[0] > 0 and self._unseen + need > share)
@@ -420,7 +428,10 @@ class FileStorage(HiCacheStorage):
         with self._directory.locked(exclusive=True):
             if presence[0] > 0 or presence != self._presence:
                 self._scan()
+                share = self._share(self._capacity, self._presence[0])
                 limit = self._capacity - self._presence[0] * share
+            if need > limit:
+                return False
             spare = share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
             with self._mutex:
                 if self._index.total_bytes + self._reserved + need > limit:
@@ -429,6 +440,11 @@ class FileStorage(HiCacheStorage):
                     return False
                 self._reserved += need
                 return True
+
+    @staticmethod
+    def _share(capacity: int, others: int) -> int:
+        """Bytes that each of ``others`` writers, and this one, may write unseen by the rest: together about half."""
+        return capacity // max(_SHARE, 2 * others)
 
     def _evict(self, target: int, keep: set[bytes], size: int, count: int) -> None:
         """Remove leaves until at most ``target`` bytes are left; lock and mutex are held.

@@ -101,13 +101,19 @@ class TreeBackups(TreeEviction):
         self._presence.storing(self._anchor, keys[first:])
         for part in parts:
             self._presence.storing(part.name, keys[len(keys) - part.on_host :])
-        self.controller.backup(
-            self._slots(unpack(node.host)[first:]),
-            keys[first:],
-            parents=parents[first:],
-            node_id=operation.id,
-            **further(transfers),
-        )
+        try:
+            self.controller.backup(
+                self._slots(unpack(node.host)[first:]),
+                keys[first:],
+                parents=parents[first:],
+                node_id=operation.id,
+                **further(transfers),
+            )
+        except BaseException:
+            del self._backups[operation.id]
+            self._backed_up_pages -= operation.pages
+            self._finish_backup(operation, 0, Counter())
+            raise
 
     def _take_in_backups(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; True where there were any."""
@@ -116,7 +122,9 @@ class TreeBackups(TreeEviction):
             # What is stored again has to be the same on all ranks.
             whole = [bool(each) for each in self.controller.agreement.smallest([int(each) for each in whole])]
         for ack, good in zip(acks, whole, strict=True):
-            operation = self._backups.pop(ack.node_id)
+            operation = self._backups.pop(ack.node_id, None)
+            if operation is None:  # it was interrupted, or the tree was emptied meanwhile
+                continue
             self._backed_up_pages -= operation.pages
             if operation.failed:  # it went to a storage that is gone
                 self._finish_backup(operation, 0, Counter())
