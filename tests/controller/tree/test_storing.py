@@ -333,9 +333,8 @@ def test_backup_that_is_interrupted_leaves_no_lock_and_is_made_when_the_prefix_i
 
     with monkeypatch.context() as patch:
         patch.setattr(model.controller, "backup", interrupted)
-        model.serve((1, 2, 3))
         with pytest.raises(KeyboardInterrupt):
-            model.cache.drain()
+            model.serve((1, 2, 3))
     model.cache.drain()
     model.cache.check_integrity()
     assert not model.cache._backups
