@@ -331,10 +331,14 @@ def test_backup_that_is_interrupted_leaves_no_lock_and_is_made_when_the_prefix_i
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
+    def serve() -> None:
+        model.serve((1, 2, 3))
+        model.cache.drain()
+
     with monkeypatch.context() as patch:
         patch.setattr(model.controller, "backup", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            model.serve((1, 2, 3))
+            serve()
     model.cache.drain()
     model.cache.check_integrity()
     assert not model.cache._backups
