@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from hicache_controller.events import HostSignal
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
@@ -315,6 +316,31 @@ def test_a_backup_that_hangs_is_waited_for_once_and_within_the_timeout(make_stac
     (ack,) = stack.controller.poll_backups(wait=True)
     assert (ack.node_id, ack.stored_pages, ack.error) == (5, 2, None)
     assert stack.used() == (0, 0)
+
+
+def test_a_slow_backup_is_waited_for_as_long_as_it_gets_on(make_stack, monkeypatch):
+    stack = make_stack(storage=True)
+    host, _ = stack.written(2)
+    stack.storage.set_gate.close()
+    stack.controller.backup(host, stack.keys(2), node_id=5)
+    (backup,) = stack.controller.storage._backups
+    synchronize, waits = HostSignal.synchronize, []
+
+    def slow(signal, timeout=None):
+        if signal is not backup.host_ready:
+            return synchronize(signal, timeout)
+        waits.append(timeout)
+        if len(waits) < 4:
+            backup.stored_pages = len(waits)
+            return False
+        backup.stored_pages = 0
+        stack.storage.set_gate.open()
+        return synchronize(signal, timeout)
+
+    monkeypatch.setattr(HostSignal, "synchronize", slow)
+    (ack,) = stack.controller.poll_backups(wait=True)
+    assert waits == [stack.controller.storage.settings.timeout_seconds] * 4
+    assert (ack.stored_pages, ack.error) == (2, None)
 
 
 def test_acks_of_a_new_storage_do_not_wait_for_one_that_hung_when_it_was_detached(make_stack):

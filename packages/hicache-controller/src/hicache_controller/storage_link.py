@@ -57,7 +57,8 @@ class StorageSettings:
     backup_retries, retry_seconds
         Further attempts at a page that could not be stored; pause before the first, doubled for each further one.
     timeout_seconds
-        Longest that storage may hold up a caller. A lookup that takes longer counts as a miss.
+        Longest that storage may hold up a caller. A lookup that takes longer counts as a miss; a backup is waited for
+        as long as another page is stored within that time.
     back_off_seconds
         How long nothing is looked up after that, and until the lookup has returned.
     """
@@ -327,7 +328,8 @@ class StorageLink:
     def poll_backups(self, wait: bool) -> list[StorageAck]:
         """Return the acks of the backups that are done, in order, on every rank.
 
-        ``wait`` blocks for the first of them, once, and no longer than the storage timeout.
+        ``wait`` blocks for the first of them, once, and no longer than pages get stored: the storage timeout for each
+        batch.
         """
         if not self._backups:
             return []
@@ -347,12 +349,17 @@ class StorageLink:
         return [operation.ack() for operation in operations]
 
     def _wait_for_backup(self, backup: BackupOperation) -> None:
-        """Wait for a backup within the storage timeout, or not at all where that has passed before."""
-        if backup is self._overdue_backup or backup.host_ready.synchronize(self.settings.timeout_seconds):
+        """Wait for a backup as long as pages get stored, but not again where none was within the storage timeout."""
+        if backup is self._overdue_backup:
             return
+        seen = -1
+        while backup.stored_pages > seen:
+            seen = backup.stored_pages
+            if backup.host_ready.synchronize(self.settings.timeout_seconds):
+                return
         self._overdue_backup = backup
         self._metrics.count("storage_timeouts", operation="backup")
-        logger.warning("storage did not take pages within %s s; they are not waited for", self.settings.timeout_seconds)
+        logger.warning("storage took no page within %s s; its backup is not waited for", self.settings.timeout_seconds)
 
     # Prefetch
 
