@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ from .references import TreeReferences
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
 from .structure import PageAllocator
+
+logger = logging.getLogger(__name__)
 
 
 class UnifiedRadixCache(TreeReferences):
@@ -148,17 +151,7 @@ class UnifiedRadixCache(TreeReferences):
         Where this is more than a match's ``pages``, windows or states are what is missing: other requests went on from
         there in another way, so that it is a good place to save some.
         """
-        blob, at, node = join_keys(keys), 0, self.root
-        while at < len(keys):
-            child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            if child is None:
-                break
-            same = common_pages(child.keys, blob[at * KEY_BYTES :])
-            at += same
-            if same < child.pages:
-                break
-            node = child
-        return at
+        return sum(same for _, same in self._known(self.root, join_keys(keys)))
 
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
@@ -210,10 +203,17 @@ class UnifiedRadixCache(TreeReferences):
             for part, _ in self._window(node, name) or ():
                 part.last_access = self._tick
         if write is not None:
-            if write.host is None:
-                self._ensure_host(write)
-            self._write_windows(write)
+            self._write_through(write)
         self._store_again(node)
+
+    def _write_through(self, node: TreeNode) -> None:
+        """Write a prefix and its windows to the host; an error is logged, as the caller's own work is done by then."""
+        try:
+            if node.host is None:
+                self._ensure_host(node)
+            self._write_windows(node)
+        except Exception:
+            logger.exception("a prefix of %d pages was not written to the host", self._depth(node))
 
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
@@ -255,7 +255,8 @@ class UnifiedRadixCache(TreeReferences):
         -------
         InsertResult
             The pinned match over all published pages; where another request had inserted some of them first, the
-            tree's pages stand and the duplicates among ``pages`` are freed.
+            tree's pages stand and the duplicates among ``pages`` are freed. Pages that a load is to fill stand once it
+            has, so it is waited for; where it fails, the request's own take their place.
 
         Raises
         ------
@@ -272,6 +273,7 @@ class UnifiedRadixCache(TreeReferences):
                 raise ValueError(f"windows has {name!s}; the tree's components are {list(self.windows)}")
             if len(given) > count:
                 raise ValueError(f"windows has {len(given)} pages of {name!s} for {count} published pages")
+        self._settle_behind(match, count)
         self._tick += 1
         begin, end = match.pages, match.pages + count
         blob = match.keys[: end * KEY_BYTES]
@@ -304,8 +306,7 @@ class UnifiedRadixCache(TreeReferences):
         if duplicates:
             self.controller.evict_device(self._slots(np.concatenate(duplicates)))
         if self.write_policy is WritePolicy.WRITE_THROUGH:
-            self._ensure_host(node)
-            self._write_windows(node)
+            self._write_through(node)
             self.controller.start_writing()
         if self._books[match.owner].device_queue is not None:
             self._keep_quota(match.owner)
@@ -462,17 +463,24 @@ class UnifiedRadixCache(TreeReferences):
         """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void."""
         self.drain()
         self._retraction.forget()
+        if self.listener is not None:
+            for node in reversed(list(self._all_nodes())):
+                self._tell_gone(node)
         for node in list(self._all_nodes()):
             for part in node.windows:
-                if part.device is not None:
+                if part.device is not None and part.load is None:
                     self._free_window_pages(part.name, unpack(part.device), device=True)
                 part.device = part.host = None
-            if node.device is not None:
+            # What a load is still to fill goes back with it, by the controller.
+            if node.device is not None and node.load is None:
                 self.controller.evict_device(self._slots(unpack(node.device)))
             # Queues and old matches may still hold it; it has nothing any more.
             node.device = node.host = None
         self.controller.reset()
         self.root = TreeNode(0, None, b"")
+        for running in (self._writes, self._loads, self._backups):
+            running.clear()
+        self._backed_up_pages = 0
         self._timed.clear()
         self._pinned.clear()
         self._prefetches.clear()

@@ -32,12 +32,15 @@ class Prefetching:
         Host slots of the anchor and of windowed pools that are being filled.
     operation
         The controller's; None where storage has nothing, or the host no room.
+    storage_changes
+        How often the storage had changed when it began.
     """
 
     match: Match
     slots: torch.Tensor
     transfers: list[PoolTransfer]
     operation: PrefetchOperation | None
+    storage_changes: int = 0
 
 
 class TreeLoads(TreeTransfers):
@@ -130,10 +133,17 @@ class TreeLoads(TreeTransfers):
 
         The match it returns has what came, and replaces the one it began with. Where waiting is interrupted, nothing
         comes, and that one stays the caller's.
+
+        Raises
+        ------
+        ValueError
+            Where it has ended before, by this or by ``reset``. Nothing was changed.
         """
         match, operation = started.match, started.operation
         if operation is None:
             return match
+        if started not in self._prefetches:
+            raise ValueError("started has ended before, or the tree was reset; accepted is a prefetch that runs")
         try:
             if wait:
                 operation.wait()
@@ -144,7 +154,8 @@ class TreeLoads(TreeTransfers):
             self._free_host(started.slots, started.transfers)
             self._unlock_host(match.node)
             raise
-        if started.transfers and got < room:
+        # Nor is there a place for it where the write of what it follows has failed.
+        if (started.transfers and got < room) or (match.node is not self.root and match.node.host is None):
             got = 0
         if got < room:
             self._free_host(started.slots[got * self.page_size :], started.transfers)
@@ -158,54 +169,54 @@ class TreeLoads(TreeTransfers):
 
     def _start_prefetch_below(self, match: Match, keys: list[bytes]) -> Prefetching | None:
         slots = self._alloc_host(len(keys)) if self._settled_on_host(match.node) else None
-        own_room = 0 if slots is None else len(slots) // self.page_size
-        # Want of room on one rank is want of room on all, or some would wait for an answer that others never give.
-        room = self.controller.agreement.smallest([own_room])[0]
-        if 0 < room < len(keys) and self.windows:
-            # A shorter prefix counts only where the windows of its own end are stored.
-            room = self._storage_exists(keys[:room])
-        if slots is not None and room < own_room:
-            self.controller.evict_host(slots[room * self.page_size :])
-            slots = slots[: room * self.page_size]
-        if slots is None or not room:
-            return None
-        keys = keys[:room]
-        transfers = self._alloc_windows_to_fetch(keys)
-        if self.windows and not self.controller.agreement.smallest([int(transfers is not None)])[0]:
-            self._free_host(slots, transfers or [])
-            return None
-        transfers = transfers or []
+        if slots is None:
+            slots = torch.empty(0, dtype=torch.int64)
+        transfers: list[PoolTransfer] = []
         try:
-            operation = self.controller.prefetch(slots, keys, request_id=str(self._new_id()), **further(transfers))
+            # Want of room on one rank is want of room on all, or some would wait for an answer that others never give.
+            room = self.controller.agreement.smallest([len(slots) // self.page_size])[0]
+            if 0 < room < len(keys) and self.windows:
+                # A shorter prefix counts only where the windows of its own end are stored.
+                room = self._storage_exists(keys[:room])
+            slots, spare = slots[: room * self.page_size], slots[room * self.page_size :]
+            self.controller.evict_host(spare)
+            if room and self._alloc_windows_to_fetch(keys[:room], transfers):
+                operation = self.controller.prefetch(
+                    slots, keys[:room], request_id=str(self._new_id()), **further(transfers)
+                )
+                return Prefetching(match, slots, transfers, operation, self.controller.storage.changes)
         except BaseException:
             self._free_host(slots, transfers)
             raise
-        return Prefetching(match, slots, transfers, operation)
+        self._free_host(slots, transfers)
+        return None
 
-    def _alloc_windows_to_fetch(self, keys: list[bytes]) -> list[PoolTransfer] | None:
-        """Take host slots for the last pages of every windowed pool; None, with none taken, where one has no room."""
-        transfers: list[PoolTransfer] = []
+    def _alloc_windows_to_fetch(self, keys: list[bytes], transfers: list[PoolTransfer]) -> bool:
+        """Take host slots for the last pages of every windowed pool; False where one has no room, on any rank."""
         for name, pool in self.windows.items():
             last = keys[max(0, len(keys) - pool.window_pages) :]
             indices = self._alloc_window_host(name, len(last))
             if indices is None:
-                self._free_window_slots(transfers)
-                return None
+                break
             transfers.append(
                 PoolTransfer(name, host_indices=indices, keys=last, hit_policy=PoolHitPolicy.TRAILING_PAGES)
             )
-        return transfers
+        all_there = int(len(transfers) == len(self.windows))
+        return not self.windows or bool(self.controller.agreement.smallest([all_there])[0])
 
     def _adopt_prefetched(self, started: Prefetching, got: int) -> Match | None:
         match, end = started.match, started.match.pages + got
-        node = self._adopt_host(match, self._pages(started.slots[: got * self.page_size]), end)
+        # What came from a storage that has been changed since says nothing about the one there is now.
+        stored = started.storage_changes == self.controller.storage.changes
+        node = self._adopt_host(match, self._pages(started.slots[: got * self.page_size]), end, stored=stored)
         parts: list[WindowPart] = []
         for transfer in started.transfers:
             if transfer.host_indices is not None:
                 name = str(transfer.name)
                 pages = self.windows[name].converter.pages(transfer.host_indices)
                 came = self._adopt_window(node, name, pages, device=False)
-                self._mark_stored(came, len(pages))
+                if stored:
+                    self._mark_stored(came, len(pages))
                 parts += came
         longer = self._like(match, node, end) if self._restorable(node) else None
         self._offer_windows(parts)
@@ -247,7 +258,7 @@ class TreeLoads(TreeTransfers):
                 part.stored = not self._storage_lacks_part(part)
             self._tell_stored(part.node, part.name, came)
 
-    def _adopt_host(self, match: Match, pages: Pages, end: int) -> TreeNode:
+    def _adopt_host(self, match: Match, pages: Pages, end: int, *, stored: bool) -> TreeNode:
         """Give host pages that came from storage to the nodes behind a match, new ones where there are none."""
         node, at, begin = match.node, match.pages, match.pages
         blob = match.keys[: end * KEY_BYTES]
@@ -262,10 +273,11 @@ class TreeLoads(TreeTransfers):
                     child = self._split(child, same)
             own = pages[at - begin : at - begin + child.pages]
             if child.host is None:
-                child.stored = not self._storage_lacks(self._anchor, key_list(child.keys))
+                child.stored = stored and not self._storage_lacks(self._anchor, key_list(child.keys))
                 self._set_host(child, own)
                 self._tell(Change.STORED, Tier.HOST, child)
-                self._tell_stored(child, self._anchor, child.pages)
+                if stored:
+                    self._tell_stored(child, self._anchor, child.pages)
             else:
                 self.controller.evict_host(self._slots(own))
             # Eviction for the windows to come must not take what has just come.
@@ -312,14 +324,17 @@ class TreeLoads(TreeTransfers):
         """
         self._check_pinned(match)
         self._settle_writes(match.node)
-        node, pages = match.node, match.pages
-        while not self._is_alive(node):
-            pages -= node.pages
-            node = node.parent or self.root
-        node, pages = self._worth_loading(match, node, pages)
+        node, pages = self._worth_loading(match, *self._still_there(match.node, match.pages))
         loaded = self._load_to(match, node, pages)
         self.release(match)
         return self.settle(loaded) if wait else loaded
+
+    def _still_there(self, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
+        """Go up from a prefix of ``pages`` pages to what of it is in the tree still and can be restored."""
+        while not self._is_alive(node):
+            pages -= node.pages
+            node = node.parent or self.root
+        return self._last_restorable(node, pages)
 
     def _worth_loading(self, match: Match, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
         """Cut a prefix where loading it is not worth its while, or above the quota."""
@@ -352,17 +367,20 @@ class TreeLoads(TreeTransfers):
             try:
                 if self._try_load(pinned):
                     return self._like(match, node, pages)
+                whole = self._is_whole(pinned)
             finally:
                 self._release_pins(pinned)
-            if not self._prefix_is_on_device(pinned):
-                continue  # there is more to load than it seemed
+            if not whole:  # there is less than it seemed, or more of it to load
+                node, pages = self._still_there(node, pages)
+                continue
             if node.parent is None:
                 return self._like(match, self.root, 0)
             fitting = pinned.device_pages + self.device_allocator.available_pages
             if self.windows or fitting >= pages:
                 node, pages = self._last_restorable(node.parent, pages - node.pages)
             else:
-                node, pages = self._cut(node, pages, fitting, match.device_pages)
+                node, pages = self._cut(node, pages, fitting, pinned.device_pages)
+            node, pages = self._worth_loading(pinned, node, pages)
 
     def _cut(self, node: TreeNode, pages: int, fitting: int, on_device: int) -> tuple[TreeNode, int]:
         """Shorten a prefix of ``pages`` pages to what fits, or to whole nodes where too little of the last would."""
@@ -376,36 +394,35 @@ class TreeLoads(TreeTransfers):
         return self._split(node, fitting - above), fitting
 
     @staticmethod
-    def _prefix_is_on_device(match: Match) -> bool:
-        """Whether what a match has on the device is there still; a load of it may have failed meanwhile."""
-        return match.device_node.device is not None or match.device_node.parent is None
+    def _is_whole(match: Match) -> bool:
+        """Whether all that a match pins is there still; the load or the write of some may have failed meanwhile."""
+        return (
+            (match.device_node.device is not None or match.device_node.parent is None)
+            and (match.node.host is not None or not match.host_pages)
+            and all(part.device is not None for part in match.device_pin.parts)
+            and all(part.host is not None for part in match.host_pin.parts)
+        )
 
     def _try_load(self, match: Match) -> bool:
-        nodes = [node for node in self._path(match.node) if node.device is None][::-1]
         parts: dict[str, list[WindowPart]] = {}
         for part in match.host_pin.parts:
             parts.setdefault(part.name, []).append(part)
+        # Making room waits for other transfers, so what there is to load is known only when there is room for all.
+        if not (self._make_device_room(match.host_pages) and self._make_room_for(parts) and self._is_whole(match)):
+            return False
+        nodes = [node for node in self._path(match.node) if node.device is None][::-1]
         hosts = [unpack(node.host) for node in nodes if node.host is not None]
         slots = self._slots(np.concatenate(hosts) if hosts else NO_PAGES)
-        if not self._make_device_room(len(slots) // self.page_size) or not self._prefix_is_on_device(match):
-            return False
-        transfers = []
-        for name, mine in parts.items():
-            for part in mine:
-                # What the device has of it is too short, and comes again with the rest.
-                if part.device_pins:
-                    return False
-                self._drop_window(part, device=True)
-            pages = np.concatenate([unpack(part.host) for part in mine if part.host is not None])
-            if not self._make_window_room(name, len(pages)):
-                return False
-            transfers.append(
-                PoolTransfer(
-                    name,
-                    host_indices=self.windows[name].converter.slots(pages),
-                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
-                )
+        transfers = [
+            PoolTransfer(
+                name,
+                host_indices=self.windows[name].converter.slots(
+                    np.concatenate([unpack(part.host) for part in mine if part.host is not None])
+                ),
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
             )
+            for name, mine in parts.items()
+        ]
         operation = self._operation([])
         # Ctrl-C in between would leave a load that no node knows, or nodes that wait for none.
         with interrupts_held_back():
@@ -415,6 +432,27 @@ class TreeLoads(TreeTransfers):
                 return False
             self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)
         return True
+
+    def _make_room_for(self, parts: dict[str, list[WindowPart]]) -> bool:
+        """Make room on the device for window parts, by pool."""
+        for name, mine in parts.items():
+            for part in mine:
+                # What the device has of it is too short, and comes again with the rest.
+                if part.device_pins:
+                    return False
+                self._drop_window(part, device=True)
+            if not self._make_window_room(name, sum(part.on_host for part in mine)):
+                return False
+        return True
+
+    def _settle_behind(self, match: Match, pages: int) -> None:
+        """Wait for loads of what the tree has of the next ``pages`` pages behind a match."""
+        keys = match.keys[match.pages * KEY_BYTES : (match.pages + pages) * KEY_BYTES]
+        while self._loads and any(
+            node.load is not None or any(part.load is not None for part in node.windows)
+            for node, _ in self._known(match.node, keys)
+        ):
+            self.poll(wait=True)
 
     def settle(self, match: Match) -> Match:
         """Wait for the loads that fill a match; the match it returns replaces it, shorter where one failed."""

@@ -135,6 +135,18 @@ class TreeStructure:
             node, at = child, at + same
         return node, at
 
+    def _known(self, node: TreeNode, blob: bytes) -> Iterator[tuple[TreeNode, int]]:
+        """Follow the keys from a node, cutting nothing; yields each node and how many of its pages they share."""
+        while blob:
+            child = node.child(blob[:KEY_BYTES])
+            if child is None:
+                return
+            same = common_pages(child.keys, blob[: len(child.keys)])
+            yield child, same
+            if same < child.pages:
+                return
+            node, blob = child, blob[same * KEY_BYTES :]
+
     def _path(self, node: TreeNode) -> Iterator[TreeNode]:
         """Yield the node and its ancestors, without the root."""
         while node.parent is not None:
@@ -463,6 +475,18 @@ class TreeStructure:
             return
         parent = None if node.parent is None else node.parent.last_key()
         self.listener(CacheEvent(change, tier, self._anchor, tuple(key_list(node.keys)), parent, node.tokens))
+
+    def _tell_gone(self, node: TreeNode) -> None:
+        """Tell that a node and its windows leave the tiers that they were told to be in."""
+        for part in node.windows:
+            if part.on_device and part.load is None:
+                self._tell_window(Change.REMOVED, Tier.DEVICE, part, part.on_device)
+            if part.on_host and part.write is None:
+                self._tell_window(Change.REMOVED, Tier.HOST, part, part.on_host)
+        if node.device is not None and node.load is None:
+            self._tell(Change.REMOVED, Tier.DEVICE, node)
+        if node.host is not None and node.write is None:
+            self._tell(Change.REMOVED, Tier.HOST, node)
 
     def _tell_window(self, change: Change, tier: Tier, part: WindowPart, pages: int, but: int = 0) -> None:
         """Tell of the last ``pages`` pages of a part's node, but not of the very last ``but``."""
