@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,6 +257,35 @@ def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
         assert not thread.is_alive()
         if errors:
             raise errors[0]
+
+
+@pytest.fixture
+def interrupted_at() -> Callable[[Callable[[], object], int], bool]:
+    """Call a function with Ctrl-C at its nth line of this project; tells whether it came."""
+
+    def call(function: Callable[[], object], nth: int) -> bool:
+        lines = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            if "hicache" not in frame.f_code.co_filename:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == nth:
+                    os.kill(os.getpid(), signal.SIGINT)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            function()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    return call
 
 
 class Master:

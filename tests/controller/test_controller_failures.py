@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from hicache_controller import layer_done
-from hicache_controller.events import COMPLETED
+from hicache_controller.events import COMPLETED, HostSignal
 from hicache_controller.layer_done import LayerDoneCounter
 from hicache_controller.operations import SourceFailedError
 
@@ -271,3 +271,123 @@ def test_cancelled_transfers_are_no_failures_to_log(make_stack, caplog):
     gate.open()
     stack.controller.engine.drain()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Raising:
+    """A callback that raises once, at its nth call, and does its work at the others."""
+
+    def __init__(self, function, nth=1):
+        self.function, self.left = function, nth
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("injected by the engine")
+        return self.function(*args)
+
+
+def test_a_poll_that_waits_goes_on_past_what_was_cancelled(make_stack, monkeypatch):
+    stack = make_stack()
+    controller, gate, ready = stack.controller, stack.host_pool.write_gate, HostSignal()
+    gate.close()
+    controller.write(stack.alloc(1), node_id=1)
+    controller.start_writing()
+    gate.wait_entered()
+    controller.write(stack.alloc(1), node_id=2, ready_event=ready)
+    controller.start_writing()
+    assert controller.cancel_write(1)
+    release = controller.engine.release
+
+    def released(handle):
+        ready.fire()
+        release(handle)
+
+    monkeypatch.setattr(controller.engine, "release", released)
+    gate.open()
+    assert [ack.node_ids for ack in controller.poll_writes(wait=True)] == [(2,)]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_poll_takes_everything_in_though_giving_slots_back_raises(make_stack, merged):
+    stack = make_stack()
+    controller, free = stack.controller, stack.allocator.free
+    hosts = [stack.written(1)[0] for _ in range(3)]
+    stack.host_pool.load_gates[0].failures = 1 if merged else 3
+    for node, host in enumerate(hosts):
+        controller.load(host, node_id=node)
+        if not merged:
+            controller.start_loading()
+    controller.start_loading()
+    controller.engine.drain()
+    stack.entry.device_free_fn = Raising(free)
+    with pytest.raises(MemoryError, match="injected by the engine"):
+        controller.poll_loads()
+    assert not controller.engine.in_flight
+    assert stack.used() == (1, 3)
+    acks = controller.poll_loads()
+    assert [node for ack in acks for node in ack.node_ids] == [0, 1, 2]
+    assert all("injected" in str(ack.error) for ack in acks)
+    assert controller.poll_loads() == []
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_a_rank_on_which_giving_slots_back_raises_asks_the_others_as_often(make_stack, monkeypatch, raising):
+    stack = make_stack()
+    controller = stack.controller
+    asked = []
+
+    class OneAtATime:
+        """Another rank, on which one operation more is done each time."""
+
+        needed = True
+
+        def smallest(self, values):
+            asked.append(len(values))
+            return [min(value, 1) for value in values]
+
+    monkeypatch.setattr(controller._loads, "_agreement", OneAtATime())
+    hosts = [stack.written(1)[0] for _ in range(2)]
+    devices = []
+    for node, host in enumerate(hosts):
+        devices.append(controller.load(host, node_id=node))
+        controller.start_loading()
+    controller.engine.drain()
+    assert controller.cancel_load(0)
+    if raising:
+        stack.entry.device_free_fn = Raising(stack.allocator.free)
+        with pytest.raises(MemoryError):
+            controller.poll_loads(wait=True)
+    else:
+        assert [ack.node_ids for ack in controller.poll_loads(wait=True)] == [(1,)]
+    assert asked == [1, 1, 1, 1]
+    assert [ack.node_ids for ack in controller.poll_loads(wait=True)] == ([(1,)] if raising else [])
+    assert asked == [1, 1, 1, 1]
+    controller.evict_device(devices[1])
+
+
+def test_a_shutdown_in_which_giving_slots_back_raises_ends_all_the_same(make_stack):
+    stack = make_stack()
+    controller, lanes = stack.controller, stack.controller.engine._lanes
+    hosts = [stack.written(1)[0] for _ in range(2)]
+    for node, host in enumerate(hosts):
+        controller.load(host, node_id=node)
+    stack.entry.device_free_fn = Raising(stack.allocator.free)
+    with pytest.raises(MemoryError, match="injected by the engine"):
+        controller.shutdown(30)
+    assert not any(lane._thread.is_alive() for lane in (lanes.device_to_host, lanes.host_to_device))
+    assert stack.used() == (1, 2)
+    assert controller.shutdown(30)
+
+
+def test_a_shutdown_tells_again_that_something_has_not_ended(make_stack):
+    stack = make_stack()
+    controller, gate = stack.controller, stack.host_pool.write_gate
+    gate.close()
+    controller.write(stack.alloc(1), node_id=1)
+    controller.start_writing()
+    gate.wait_entered()
+    assert not controller.shutdown(0.01)
+    assert not controller.shutdown(0.01)
+    gate.open()
+    assert controller.shutdown(30)
+    assert controller.shutdown(30)

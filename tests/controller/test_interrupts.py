@@ -2,12 +2,11 @@
 
 import os
 import signal
-import sys
 import time
 
 import pytest
 
-from hicache_controller.interrupts import interrupts_held_back
+from hicache_controller.interrupts import interruptibly, interrupts_held_back
 from hicache_controller.lanes import CpuDevice
 from hicache_controller.transfer_engine import L2TransferEngine
 from hicache_controller.transfer_handle import L2Transfer
@@ -64,6 +63,54 @@ def test_every_signal_within_the_block_is_handled_though_the_first_handler_raise
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_wait_within_the_block_lets_interrupts_in_those_from_before_it_first():
+    reached = []
+
+    def interrupt(then):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        reached.append(then)
+
+    def before_the_wait():
+        with interrupts_held_back():
+            interrupt("the wait")
+            interruptibly(lambda: reached.append("waited"))
+
+    def in_the_wait():
+        with interrupts_held_back():
+            interruptibly(lambda: interrupt("the end of the wait"))
+
+    def behind_the_wait():
+        with interrupts_held_back():
+            assert interruptibly(lambda: "what it waits for") == "what it waits for"
+            interrupt("the end of the block")
+
+    for block in (before_the_wait, in_the_wait, behind_the_wait):
+        with pytest.raises(KeyboardInterrupt):
+            block()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert reached == ["the wait", "the end of the block"]
+
+
+def test_a_block_within_a_wait_holds_interrupts_back_too():
+    reached = []
+
+    def wait():
+        with interrupts_held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            reached.append("the end of the inner block")
+        reached.append("the end of the wait")
+
+    def block():
+        with interrupts_held_back():
+            interruptibly(wait)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert reached == ["the end of the inner block"]
+
+
 def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
     handlers = []
 
@@ -96,35 +143,6 @@ def test_a_signal_at_the_end_of_one_block_takes_none_from_the_next(interrupted_a
         assert second > 10
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert first > 10
-
-
-@pytest.fixture
-def interrupted_at():
-    """Call a function with Ctrl-C at its nth line of this project; tells whether it came."""
-
-    def call(function, nth):
-        lines = 0
-
-        def trace(frame, event, _):
-            nonlocal lines
-            if "hicache" not in frame.f_code.co_filename:
-                return None
-            if event == "line":
-                lines += 1
-                if lines == nth:
-                    os.kill(os.getpid(), signal.SIGINT)
-            return trace
-
-        sys.settrace(trace)
-        try:
-            function()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
-    return call
 
 
 def test_an_interrupt_at_any_line_of_an_inline_write_loses_nothing(make_stack, monkeypatch, interrupted_at):

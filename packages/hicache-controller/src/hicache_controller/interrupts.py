@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
+from typing import TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_Arrived = list[tuple[int, FrameType | None]]
-_held: _Arrived | None = None  # what the block that the main thread is in holds back
+Result = TypeVar("Result")
+_Arrived = list[Callable[[], object]]
+_held: _Arrived | None = None  # calls of handlers that the block which the main thread is in holds back
 
 
 def _let_go() -> None:
@@ -24,7 +27,7 @@ os.register_at_fork(after_in_child=_let_go)  # another thread's child has no mai
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Let the handlers of SIGINT and SIGTERM run when the block is left, not within it.
+    """Let the handlers of SIGINT and SIGTERM run when the block is left, not within it; see :func:`interruptibly`.
 
     A handler that raises, as Ctrl-C's does, may do so between any two steps of Python. Only the main thread runs
     handlers, so in others this does nothing; nor does it where a signal has no handler in Python.
@@ -38,7 +41,7 @@ def interrupts_held_back() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         # Once the block is over it is as if this were the handler itself, should an interrupt keep it in its place.
         if _held is arrived:
-            arrived.append((number, frame))
+            arrived.append(partial(handlers[number], number, frame))
         else:
             handlers[number](number, frame)
 
@@ -52,6 +55,25 @@ def interrupts_held_back() -> Iterator[None]:
         _held = None
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        with ExitStack() as calls:  # which calls each, also where one before it raises
-            for number, frame in reversed(arrived):
-                calls.callback(handlers[number], number, frame)
+        _handle(arrived)
+
+
+def interruptibly(wait: Callable[[], Result]) -> Result:
+    """Wait with interrupts let in, whatever block this is called in: that one has to stand an error from here."""
+    global _held
+    held = _held
+    if held is None or threading.current_thread() is not threading.main_thread():
+        return wait()
+    try:
+        _held = None
+        _handle(held)
+        return wait()
+    finally:
+        _held = held
+
+
+def _handle(arrived: _Arrived) -> None:
+    """Call the handlers of what has arrived, each though one before it raises."""
+    with ExitStack() as calls:
+        while arrived:
+            calls.callback(arrived.pop())

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from .agreement import Agreement
 from .events import COMPLETED
+from .first_error import FirstError
 from .in_flight import InFlight, Use
-from .interrupts import interrupts_held_back
+from .interrupts import interruptibly, interrupts_held_back
 from .operations import Ack, CacheOperation, OperationCancelledError
 from .transfer_handle import TransferHandle
 
@@ -159,15 +160,27 @@ class OperationQueue:
         )
         return started
 
-    def poll(self, wait: bool) -> list[Ack]:
-        """Take out what is done, in order, after waiting for the first where ``wait`` says so; return their acks."""
+    def settle(self, wait: bool) -> None:
+        """Take out what is done, in order, and keep the acks for :meth:`take_acks`.
+
+        All of it is taken out before the first error of a callback is raised. With ``wait``, where no ack is kept, this
+        waits for the first that is done, and on if all that came of that was cancelled.
+        """
+        with interrupts_held_back(), FirstError() as errors:
+            # Whether it goes round again is the same on all ranks, whatever one of them keeps or raises.
+            while self.started:
+                if wait and not self._acks:
+                    interruptibly(self.started[0].wait)
+                known, taken = len(self._acks), self._outcomes()
+                for started, error in taken:
+                    with errors.kept():
+                        self._finish(started, error)
+                if not wait or not taken or len(self._acks) > known:
+                    break
+
+    def take_acks(self) -> list[Ack]:
+        """Hand out the acks that are kept."""
         acks, self._acks = self._acks, []
-        if not self.started:
-            return acks
-        if wait and not acks:
-            self.started[0].wait()
-        for started, error in self._outcomes():
-            self._finish(started, error, acks)
         return acks
 
     def unsettled(self) -> Iterator[CacheOperation]:
@@ -185,9 +198,11 @@ class OperationQueue:
 
     def keep_acks(self) -> None:
         """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
-        while self.started and self.started[0].done:
-            started = self.started.popleft()
-            self._finish(started, started.error(), self._acks)
+        with FirstError() as errors:
+            while self.started and self.started[0].done:
+                started = self.started.popleft()
+                with errors.kept():
+                    self._finish(started, started.error())
 
     def cancel(self, node_id: int) -> bool:
         """Cancel a node's operations; tell whether there were any. Slots of started ones go back when they are done."""
@@ -205,8 +220,10 @@ class OperationQueue:
 
     def cancel_waiting(self) -> None:
         """Cancel everything that was not started."""
-        for operation in list(self.waiting):
-            self._withdraw(operation)
+        with FirstError() as errors:
+            for operation in list(self.waiting):
+                with errors.kept():
+                    self._withdraw(operation)
 
     def cancel_started(self) -> None:
         """Cancel everything that was started."""
@@ -242,14 +259,17 @@ class OperationQueue:
             for started, ok in zip(taken, fine, strict=True)
         ]
 
-    def _finish(self, started: StartedOperation, error: BaseException | None, acks: list[Ack]) -> None:
-        """Let the slots go where they have to, and add the ack unless all of it was cancelled."""
-        self._finished(started, error)
-        logger.debug("finished operation=%d nodes=%s error=%r", started.operation.id, started.operation.node_ids, error)
+    def _finish(self, started: StartedOperation, error: BaseException | None) -> None:
+        """Let the slots go where they have to, and keep the ack unless all of it was cancelled."""
         parts: Sequence[CacheOperation] = started.operation.parts
-        for part in parts:
-            if error is not None or part.cancelled:
-                self._give_back(part)
         kept = [part for part in parts if not part.cancelled]
         if kept:
-            acks.append(started.ack(tuple(node_id for part in kept for node_id in part.node_ids), error))
+            self._acks.append(started.ack(tuple(node_id for part in kept for node_id in part.node_ids), error))
+        logger.debug("finished operation=%d nodes=%s error=%r", started.operation.id, started.operation.node_ids, error)
+        with FirstError() as errors:
+            with errors.kept():
+                self._finished(started, error)
+            for part in parts:
+                if error is not None or part.cancelled:
+                    with errors.kept():
+                        self._give_back(part)

@@ -15,6 +15,7 @@ from hicache_pools.pool_transfer import PoolName, PoolTransfer
 from .agreement import Agreement
 from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
+from .first_error import FirstError
 from .host_slots import HostSlots
 from .in_flight import Access, Side, Use
 from .indices import check_indices, device_slot_count, own_indices
@@ -90,7 +91,7 @@ class TransferController:
             guards=self.engine.guards,
             metrics=self.metrics,
         )
-        self._closed = False
+        self._closed = self._stopped = False
         self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
         self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
 
@@ -185,12 +186,15 @@ class TransferController:
         Parameters
         ----------
         wait
-            Block until at least one is done, where any was started.
+            Block until at least one is done, where any was started and not cancelled.
+
+        Raises
+        ------
+        Exception
+            The first that a callback of the engine raised, once all that is done was taken in; the next poll returns
+            the acks.
         """
-        with self._lock:
-            acks = self._writes.poll(wait)
-            self._host_slots.reap()
-            return acks
+        return self._poll(self._writes, wait)
 
     # Loads
 
@@ -249,10 +253,12 @@ class TransferController:
 
     def poll_loads(self, wait: bool = False) -> list[Ack]:
         """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
+        return self._poll(self._loads, wait)
+
+    def kept_acks(self) -> tuple[list[Ack], list[Ack]]:
+        """Return, at once, the acks of writes and of loads that a poll which raised has kept for the next."""
         with self._lock:
-            acks = self._loads.poll(wait)
-            self._host_slots.reap()
-            return acks
+            return self._writes.take_acks(), self._loads.take_acks()
 
     # Cancel and evict
 
@@ -336,10 +342,9 @@ class TransferController:
             Whether everything ended within ``timeout`` seconds each; what did not keeps its slots.
         """
         with self._lock:
-            if self._closed:
-                return True
             self._closed = True
-            return self._stop(timeout)
+            self._stopped = self._stopped or self._stop(timeout)
+            return self._stopped
 
     def check_integrity(self) -> None:
         """Check that the books of slots in flight are right, once no other call is under way.
@@ -354,6 +359,14 @@ class TransferController:
 
     # Inside
 
+    def _poll(self, queue: OperationQueue, wait: bool) -> list[Ack]:
+        with self._lock:
+            try:
+                queue.settle(wait)
+            finally:
+                self._host_slots.reap()
+            return queue.take_acks()
+
     def _layer_plan(self) -> LayerPlan:
         return layer_plan([self.host_group.anchor_entry])
 
@@ -363,14 +376,17 @@ class TransferController:
 
     def _stop(self, timeout: float) -> bool:
         """Cancel and finish; tell whether that was done in time."""
-        for queue in (self._writes, self._loads):
-            queue.cancel_waiting()
-        stopped = self.engine.drain(timeout)
-        stopped = self.engine.close(timeout) and stopped
-        for queue in (self._writes, self._loads):
-            # Slots of what failed go back now, not at a poll that may never come.
-            queue.keep_acks()
-        self._host_slots.reap()
+        with FirstError() as errors:
+            for queue in (self._writes, self._loads):
+                with errors.kept():
+                    queue.cancel_waiting()
+            stopped = self.engine.drain(timeout)
+            stopped = self.engine.close(timeout) and stopped
+            for queue in (self._writes, self._loads):
+                # Slots of what failed go back now, not at a poll that may never come.
+                with errors.kept():
+                    queue.keep_acks()
+            self._host_slots.reap()
         return stopped
 
     def _write(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import time
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -53,8 +55,8 @@ class TreeEviction(TreeStructure, ABC):
         """Queue a part to be written to the host; False where that has it all, or has no room."""
 
     @abstractmethod
-    def _wait(self) -> bool:
-        """Wait for one transfer; False if none is in flight."""
+    def _wait(self, *, backups_until: float = math.inf) -> bool:
+        """Wait for one transfer, for backups only before a time of ``time.monotonic``; False if none came."""
 
     # Eviction of full attention
 
@@ -70,7 +72,8 @@ class TreeEviction(TreeStructure, ABC):
     def evict_host(self, count: int) -> int:
         """Free at least ``count`` host pages if the unlocked leaves allow; returns how many were freed.
 
-        Host copies of pages that are on the device as well may go like all others.
+        Host copies of pages that are on the device as well may go like all others. What storage is to take first is
+        waited for no longer than the storage timeout.
         """
         self.expire()
         return self._evict_host(self._host_queue, count)
@@ -78,34 +81,47 @@ class TreeEviction(TreeStructure, ABC):
     def _evict_device(self, queue: EvictionQueue[TreeNode], count: int) -> int:
         freed = 0
         saving: list[TreeNode] = []
-        while freed < count:
-            node = queue.pop()
-            if node is None:
-                if saving:
-                    freed += self._finish_saving(saving)
-                elif not self._let_device_go() and not self._wait():
-                    break
-                continue
-            self._evicted_value = node.value
-            if node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
-                self._save_windows(node)
-                # Saving may have waited for a load above it that failed, and took the node off the device.
-                if node.device is not None:
-                    freed += node.pages
-                    self._drop_device(node)
-            elif self._ensure_host(node):
-                # Its new host part must outlast the device part, or saving one node could undo another's.
-                node.host_lock += 1
-                saving.append(node)
-                if freed + sum(n.pages for n in saving) >= count:
-                    freed += self._finish_saving(saving)
-            elif saving and (saved := self._finish_saving(saving)):
-                freed += saved
-                self._offer(node, device=True)
-            else:
-                freed += node.pages
-                self._drop_device(node)
-        return freed + self._finish_saving(saving)
+        try:
+            while freed < count:
+                node = queue.pop()
+                if node is None:
+                    if saving:
+                        freed += self._finish_saving(saving)
+                    elif not self._let_device_go() and not self._wait(backups_until=0):
+                        break
+                    continue
+                self._evicted_value = node.value
+                try:
+                    freed += self._evict_node(node, saving, count - freed)
+                except BaseException:
+                    self._offer(node, device=True)
+                    raise
+        finally:
+            # Also where making room raised: those that are saved are locked until then.
+            freed += self._finish_saving(saving)
+        return freed
+
+    def _evict_node(self, node: TreeNode, saving: list[TreeNode], missing: int) -> int:
+        """Evict a node from the device, or note it in ``saving``; returns how many pages are free now."""
+        if node.host is not None or self.write_policy is not WritePolicy.WRITE_BACK:
+            self._save_windows(node)
+            # Saving may have waited for a load above it that failed, and took the node off the device.
+            return self._drop_if_there(node)
+        if self._ensure_host(node):
+            # Its new host part must outlast the device part, or saving one node could undo another's.
+            node.host_lock += 1
+            saving.append(node)
+            return self._finish_saving(saving) if sum(n.pages for n in saving) >= missing else 0
+        if saving and (saved := self._finish_saving(saving)):
+            self._offer(node, device=True)
+            return saved
+        return self._drop_if_there(node)
+
+    def _drop_if_there(self, node: TreeNode) -> int:
+        if node.device is None:
+            return 0
+        self._drop_device(node)
+        return node.pages
 
     def _save_windows(self, node: TreeNode) -> None:
         """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
@@ -128,36 +144,45 @@ class TreeEviction(TreeStructure, ABC):
 
     def _finish_saving(self, saving: list[TreeNode]) -> int:
         """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
-        for node in saving:
-            self._save_windows(node)
-        if saving:
-            self._let_device_go()
         freed = 0
-        for node in saving:
-            if node.host is not None and node.device is not None and not (node.device_children or node.device_lock):
-                freed += node.pages
-                self._drop_device(node)
-            else:
+        try:
+            for node in saving:
+                self._save_windows(node)
+            if saving:
+                self._let_device_go()
+            for node in saving:
+                if node.host is not None and not (node.device_children or node.device_lock):
+                    freed += self._drop_if_there(node)
+        finally:
+            for node in saving:
                 self._offer(node, device=True)
-            self._unlock_host(node)
-        saving.clear()
+                self._unlock_host(node)
+            saving.clear()
         return freed
 
     def _evict_host(self, queue: EvictionQueue[TreeNode], count: int) -> int:
-        freed = 0
+        freed, patience = 0, self._patience()
         while freed < count:
             node = queue.pop()
             if node is None:
-                if not self._wait():
+                if not self._wait(backups_until=patience):
                     break
                 continue
-            if self._windows_on_their_way(node) and self._wait():
+            try:
+                if self._windows_on_their_way(node) and self._wait(backups_until=0):
+                    self._offer(node, device=False)
+                    continue
+                self._evicted_value = node.value
+                self._drop_host(node)
+            except BaseException:
                 self._offer(node, device=False)
-                continue
+                raise
             freed += node.pages
-            self._evicted_value = node.value
-            self._drop_host(node)
         return freed
+
+    def _patience(self) -> float:
+        """Return until when whoever needs host pages waits for storage to take some: it may hang, or be slow."""
+        return time.monotonic() + self.controller.storage.settings.timeout_seconds
 
     def _windows_on_their_way(self, node: TreeNode) -> bool:
         """Tell whether a node about to leave memory has windows that are still being written, for storage to keep."""
@@ -195,21 +220,28 @@ class TreeEviction(TreeStructure, ABC):
         self.expire()
         freed = 0
         saving: list[WindowPart] = []
-        while freed < count:
-            part = pool.device_queue.pop()
-            if part is None:
-                if saving:
-                    freed += self._finish_saving_windows(saving)
-                elif not self._let_windows_go() and not self._wait():
-                    break
-                continue
-            if self._write_window(part):
+        try:
+            while freed < count:
+                part = pool.device_queue.pop()
+                if part is None:
+                    if saving:
+                        freed += self._finish_saving_windows(saving)
+                    elif not self._let_windows_go() and not self._wait(backups_until=0):
+                        break
+                    continue
+                try:
+                    if not self._write_window(part):
+                        freed += self._drop_window(part, device=True)
+                        continue
+                except BaseException:
+                    pool.offer(part)
+                    raise
                 saving.append(part)
                 if freed + sum(each.on_device for each in saving) >= count:
                     freed += self._finish_saving_windows(saving)
-            else:
-                freed += self._drop_window(part, device=True)
-        return freed + self._finish_saving_windows(saving)
+        finally:
+            freed += self._finish_saving_windows(saving)
+        return freed
 
     def _let_windows_go(self) -> bool:
         """Let writes of windows under way go on without their device parts; True where any held one."""
@@ -221,26 +253,28 @@ class TreeEviction(TreeStructure, ABC):
         return bool(held)
 
     def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
-        if saving:
-            self._let_windows_go()
         freed = 0
-        for part in saving:
-            if part.device is not None and not part.device_pins:
-                freed += self._drop_window(part, device=True)
-            else:
+        try:
+            if saving:
+                self._let_windows_go()
+            for part in saving:
+                if part.device is not None and not part.device_pins:
+                    freed += self._drop_window(part, device=True)
+        finally:
+            for part in saving:
                 self.windows[part.name].offer(part)
-        saving.clear()
+            saving.clear()
         return freed
 
     def evict_window_host(self, name: str, count: int) -> int:
-        """Free host pages of a windowed pool, of prefixes not used for longest."""
+        """Free host pages of a windowed pool, of prefixes not used for longest; see :meth:`evict_host`."""
         pool = self.windows[str(name)]
         self.expire()
-        freed = 0
+        freed, patience = 0, self._patience()
         while freed < count:
             part = pool.host_queue.pop()
             if part is None:
-                if not self._wait():
+                if not self._wait(backups_until=patience):
                     break
                 continue
             freed += self._drop_window(part, device=False)

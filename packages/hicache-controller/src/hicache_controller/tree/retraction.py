@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,8 @@ import torch
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from ..first_error import FirstError
+from ..interrupts import interrupts_held_back
 from .backups import further
 from .node import NO_PAGES, Operation, Pages, Pin, TreeNode
 from .results import Match, Restored
@@ -62,19 +64,23 @@ class Retraction:
         if not cache._settled_on_host(match.node):
             return False
         node, pin = match.node, Pin()
-        node.host_lock += 1
-        held = self._hold_windows(node, pin)
-        moved = self._write(pages, windows or {}) if held else None
-        if moved is None:
-            self._let_go(node, pin)
-            return False
-        if len(pages):
-            cache.controller.evict_device(cache._slots(pages))
-        for name, mine in (windows or {}).items():
-            if len(mine):
-                cache._free_window_pages(name, mine, device=True)
-        cache.release(match)
-        self._requests[request_id] = _Retracted(match, node, pin, *moved)
+        # An interrupt comes while this waits, and leaves the request as it was, or once it is off the device.
+        with interrupts_held_back():
+            node.host_lock += 1
+            moved = None
+            try:
+                if self._hold_windows(node, pin):
+                    moved = self._write(pages, windows or {})
+            finally:
+                if moved is None:
+                    self._let_go(node, pin)
+            if moved is None:
+                return False
+            self._requests[request_id] = _Retracted(match, node, pin, *moved)
+            try:
+                self._free_device(pages, windows or {})
+            finally:
+                cache.release(match)
         return True
 
     def restore(self, request_id: str) -> Restored | None:
@@ -82,32 +88,61 @@ class Retraction:
         cache = self._cache
         kept = self._requests[request_id]
         match = cache._like(kept.match, kept.node, kept.match.pages)
-        threshold, quota = cache.load_back_pages, cache.load_quota_pages
-        cache.load_back_pages, cache.load_quota_pages = max(1, match.host_pages), None
+        found = None
         try:
-            match = cache.load_back(match)
-        finally:
-            cache.load_back_pages, cache.load_quota_pages = threshold, quota
-        found = self._load(kept) if match.pages == kept.match.pages else None
+            with interrupts_held_back():
+                match = self._load_prefix(match)
+                match = cache.settle(match)
+                found = self._load(kept) if match.pages == kept.match.pages else None
+        except BaseException:
+            if found is not None:
+                self._free_device(*found)
+            cache.release(match)
+            raise
         if found is None:
             cache.release(match)
             return None
         self.discard(request_id)
         return Restored(match, *found)
 
+    def _load_prefix(self, match: Match) -> Match:
+        """Load all of a prefix, whatever the engine wants to be loaded at a time."""
+        cache = self._cache
+        threshold, quota = cache.load_back_pages, cache.load_quota_pages
+        cache.load_back_pages, cache.load_quota_pages = max(1, match.host_pages), None
+        try:
+            return cache.load_back(match, wait=False)
+        finally:
+            cache.load_back_pages, cache.load_quota_pages = threshold, quota
+
     def discard(self, request_id: str) -> None:
         """Forget a retracted request; KeyError where there is none of that id."""
-        cache = self._cache
-        kept = self._requests.pop(request_id)
-        if kept.anchor.numel():
-            cache.controller.evict_host(kept.anchor)
-        for name, slots in kept.windows.items():
-            cache.controller.evict_host(slots, pool=name)
-        self._let_go(kept.node, kept.pin)
+        with interrupts_held_back():
+            kept = self._requests.pop(request_id)
+            self._free_host(kept.anchor, kept.windows)
+            self._let_go(kept.node, kept.pin)
 
     def forget(self) -> None:
         """Drop every request, as the pools are about to be cleared."""
         self._requests.clear()
+
+    def _free_host(self, anchor: torch.Tensor, windows: Mapping[str, torch.Tensor]) -> None:
+        controller = self._cache.controller
+        if anchor.numel():
+            controller.evict_host(anchor)
+        for name, slots in windows.items():
+            controller.evict_host(slots, pool=name)
+
+    def _free_device(self, pages: Pages, windows: Mapping[str, Pages]) -> None:
+        cache = self._cache
+        with FirstError() as errors:
+            if len(pages):
+                with errors.kept():
+                    cache.controller.evict_device(cache._slots(pages))
+            for name, mine in windows.items():
+                if len(mine):
+                    with errors.kept():
+                        cache._free_window_pages(name, mine, device=True)
 
     def _let_go(self, node: TreeNode, pin: Pin) -> None:
         self._cache._unpin(pin, device=False)
@@ -150,10 +185,9 @@ class Retraction:
             host = cache._queue_write(operation, slots, transfers)
         if host is None:
             return None
-        self._finish(operation, cache._writes)
-        if operation.failed:
-            return None
-        return host, {str(t.name): t.host_indices for t in transfers if t.host_indices is not None}
+        taken = host, {str(t.name): t.host_indices for t in transfers if t.host_indices is not None}
+        arrived = self._finish(operation, cache._writes, lambda: self._free_host(*taken), device=False)
+        return taken if arrived else None
 
     def _load(self, kept: _Retracted) -> tuple[Pages, dict[str, Pages]] | None:
         """Move private pages to the device; None, with nothing taken, where there is no room or the load failed."""
@@ -175,17 +209,27 @@ class Retraction:
         if device is None:
             return None
         cache.controller.start_loading()
-        self._finish(operation, cache._loads)
-        if operation.failed:
-            return None
         windows = {
             str(t.name): cache.windows[str(t.name)].converter.pages(t.device_indices.cpu())
             for t in transfers
             if t.device_indices is not None
         }
-        return cache._pages(device.cpu()), windows
+        taken = cache._pages(device.cpu()), windows
+        arrived = self._finish(operation, cache._loads, lambda: self._free_device(*taken), device=True)
+        return taken if arrived else None
 
-    def _finish(self, operation: Operation, running: dict[int, Operation]) -> None:
+    def _finish(
+        self, operation: Operation, running: dict[int, Operation], give_back: Callable[[], None], *, device: bool
+    ) -> bool:
+        """Wait for what was queued; tell whether it arrived. Where waiting raises, what was taken for it goes back."""
         running[operation.id] = operation
-        while not operation.done:
-            self._cache.poll(wait=True)
+        try:
+            while not operation.done:
+                self._cache.poll(wait=True)
+        except BaseException:
+            if not operation.done:
+                self._cache._abandon(operation, running, device=device)
+            elif not operation.failed:
+                give_back()
+            raise
+        return not operation.failed

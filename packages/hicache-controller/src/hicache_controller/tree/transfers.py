@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
+from ..first_error import FirstError
+from ..interrupts import interrupts_held_back
 from ..operations import Ack
 from .backups import TreeBackups, further
-from .events import Change, Tier
+from .events import CacheEvent, Change, Tier
 from .node import Operation, Pages, TreeNode, WindowPart, pack, unpack
 
 
@@ -37,20 +42,30 @@ class TreeTransfers(TreeBackups):
             return False
         if not self._prefix_on_host(node):
             return False
-        slots = self._slots(unpack(node.device))
-        operation = self._operation([node])
-        # Whatever the eviction below frees, it is neither this node nor its prefix.
-        node.device_lock += 1
-        parent = node.parent
-        if parent is not None:
-            parent.host_lock += 1
-        host = self._queue_write(operation, slots) if self._host_quota(node) and self._prefix_on_host(node) else None
-        if host is None and self._host_quota(node) and self.evict_host(node.pages) and self._prefix_on_host(node):
-            host = self._queue_write(operation, slots)
-        if parent is not None:
-            self._unlock_host(parent)
+        operation, parent = self._operation([node]), node.parent
+        with interrupts_held_back():
+            # Whatever the eviction below frees, it is neither this node nor its prefix.
+            node.device_lock += 1
+            if parent is not None:
+                parent.host_lock += 1
+            try:
+                queued = self._host_quota(node) and self._queue_node(operation, node)
+                if not queued and self._host_quota(node) and self.evict_host(node.pages):
+                    queued = self._queue_node(operation, node)
+                return queued
+            finally:
+                if parent is not None:
+                    self._unlock_host(parent)
+                if node.write is not operation:
+                    self._unlock_device(node)
+
+    def _queue_node(self, operation: Operation, node: TreeNode) -> bool:
+        """Queue the write of a node; False where the host has no room, or lost its prefix, or the device lost it."""
+        # While room was made, a load of the node or of its prefix may have failed, or a write of its prefix.
+        if node.device is None or not self._prefix_on_host(node):
+            return False
+        host = self._queue_write(operation, self._slots(unpack(node.device)))
         if host is None:
-            self._unlock_device(node)
             return False
         node.host_lock += 1
         node.write = self._writes[operation.id] = operation
@@ -59,7 +74,7 @@ class TreeTransfers(TreeBackups):
 
     @staticmethod
     def _prefix_on_host(node: TreeNode) -> bool:
-        """Tell whether the host may have the node: while room was made, a write of its prefix may have failed."""
+        """Tell whether the host may have the node."""
         parent = node.parent
         return parent is None or parent.parent is None or parent.host is not None
 
@@ -92,20 +107,30 @@ class TreeTransfers(TreeBackups):
         if part.device is None or part.on_host >= part.on_device or part.host_pins:
             return False
         self._drop_window(part, device=False)
-        pool = self.windows[part.name]
         operation = self._operation([])
-        operation.device_pin.hold(part, device=True)
-        transfer = PoolTransfer(
-            part.name, device_indices=pool.converter.slots(unpack(part.device)), hit_policy=PoolHitPolicy.TRAILING_PAGES
-        )
-        nothing = torch.empty(0, dtype=torch.int64)
-        done = self._queue_write(operation, nothing, [transfer])
-        if done is None and self.evict_window_host(part.name, part.on_device):
-            done = self._queue_write(operation, nothing, [transfer])
-        if done is None or transfer.host_indices is None:
-            self._unpin(operation.device_pin, device=True)
+        with interrupts_held_back():
+            operation.device_pin.hold(part, device=True)
+            try:
+                queued = self._queue_window(operation, part)
+                if not queued and self.evict_window_host(part.name, part.on_device):
+                    queued = self._queue_window(operation, part)
+                return queued
+            finally:
+                if part.write is not operation:
+                    self._unpin(operation.device_pin, device=True)
+
+    def _queue_window(self, operation: Operation, part: WindowPart) -> bool:
+        """Queue the write of a part; False where the host has no room, or the device has lost it."""
+        if part.device is None:
             return False
-        part.host = pack(pool.converter.pages(transfer.host_indices))
+        converter = self.windows[part.name].converter
+        transfer = PoolTransfer(
+            part.name, device_indices=converter.slots(unpack(part.device)), hit_policy=PoolHitPolicy.TRAILING_PAGES
+        )
+        done = self._queue_write(operation, torch.empty(0, dtype=torch.int64), [transfer])
+        if done is None or transfer.host_indices is None:
+            return False
+        part.host = pack(converter.pages(transfer.host_indices))
         operation.host_pin.hold(part, device=False)
         part.write = self._writes[operation.id] = operation
         return True
@@ -114,68 +139,84 @@ class TreeTransfers(TreeBackups):
         operation.done, operation.failed = True, failed
         parts = [part for part in operation.host_pin.parts if part.write is operation]
         self._unpin_both(operation.device_pin, operation.host_pin)
-        for part in parts:
-            part.write = None
-            if part.host is None:
-                continue
-            if failed:
-                part.host = None
-                self._forget_empty(part)
-            else:
-                self._tell_window(Change.STORED, Tier.HOST, part, part.on_host)
-                self._store(part.node)
-        if operation.nodes:
-            self._finish_node_write(operation, failed=failed)
+        with FirstError() as errors:
+            for part in parts:
+                part.write = None
+                if part.host is None:
+                    continue
+                if failed:
+                    part.host = None
+                    self._forget_empty(part)
+                else:
+                    self._tell_window(Change.STORED, Tier.HOST, part, part.on_host)
+                    with errors.kept():
+                        self._store(part.node)
+            if operation.nodes:
+                self._finish_node_write(operation, errors, failed=failed)
 
-    def _finish_node_write(self, operation: Operation, *, failed: bool) -> None:
+    def _finish_node_write(self, operation: Operation, errors: FirstError, *, failed: bool) -> None:
         tail = operation.nodes[0]
         for node in operation.nodes:
             # One by one: forgetting a node drops what below it has no write of its own.
             node.write = None
             if failed:
-                self._forget_host(node)
+                with errors.kept():
+                    self._forget_host(node)
         if operation.holds_device:
             self._unlock_device(tail)
         self._unlock_host(tail)
         if failed:
             # A node that left the device on the strength of this write is nowhere now.
-            for node in operation.nodes:
-                if not node.present and node.parent is not None and node.parent.child(node.key(0)) is node:
-                    self._remove(node)
+            self._remove_absent(operation.nodes, errors)
             return
         # All of them lie on the tail's path; heads go first.
         for node in [n for n in self._path(tail) if n in operation.nodes][::-1]:
             self._tell(Change.STORED, Tier.HOST, node)
-            self._store(node)
+            with errors.kept():
+                self._store(node)
+
+    def _remove_absent(self, nodes: Sequence[TreeNode], errors: FirstError) -> None:
+        for node in nodes:
+            if not node.present and node.parent is not None and node.parent.child(node.key(0)) is node:
+                with errors.kept():
+                    self._remove(node)
 
     def _forget_host(self, node: TreeNode) -> None:
         """Take back the host part of a failed write (the controller freed the slots), with what hangs on it."""
-        self._drop_children(node, device=False)
-        self._clear_host(node)
+        try:
+            self._drop_children(node, device=False)
+        finally:
+            self._clear_host(node)
 
     def _forget_device(self, node: TreeNode) -> None:
         """Take back the device part of a failed load (the controller freed the slots), with what hangs on it."""
-        self._drop_children(node, device=True)
-        self._clear_device(node)
+        try:
+            self._drop_children(node, device=True)
+        finally:
+            self._clear_device(node)
 
     def _abandon(self, operation: Operation, running: dict[int, Operation], *, device: bool) -> None:
         """Let a write or load that is under way, or whose ack is next, count as failed."""
         del running[operation.id]
         failed = self._outcomes.pop(operation.id, None)
-        if failed is None:
-            (self.controller.cancel_load if device else self.controller.cancel_write)(operation.id)
-        elif not failed:
-            # It is done, so its slots are the tree's to give back.
-            for node in operation.nodes:
-                if device and node.device is not None:
-                    self.controller.evict_device(self._slots(unpack(node.device)))
-                elif not device and node.host is not None:
-                    self.controller.evict_host(self._slots(unpack(node.host)))
-            for part in operation.device_pin.parts if device else operation.host_pin.parts:
-                pages = part.device if device else part.host
-                if pages is not None:
-                    self._free_window_pages(part.name, unpack(pages), device=device)
-        (self._finish_load if device else self._finish_write)(operation, failed=True)
+        with FirstError() as errors:
+            if failed is None:
+                with errors.kept():
+                    (self.controller.cancel_load if device else self.controller.cancel_write)(operation.id)
+            elif not failed:
+                # It is done, so its slots are the tree's to give back.
+                for node in operation.nodes:
+                    with errors.kept():
+                        if device and node.device is not None:
+                            self.controller.evict_device(self._slots(unpack(node.device)))
+                        elif not device and node.host is not None:
+                            self.controller.evict_host(self._slots(unpack(node.host)))
+                for part in operation.device_pin.parts if device else operation.host_pin.parts:
+                    pages = part.device if device else part.host
+                    if pages is not None:
+                        with errors.kept():
+                            self._free_window_pages(part.name, unpack(pages), device=device)
+            (self._finish_load if device else self._finish_write)(operation, failed=True)
 
     def _drop_children(self, node: TreeNode, *, device: bool) -> None:
         """Take everything below a node out of a tier.
@@ -183,13 +224,20 @@ class TreeTransfers(TreeBackups):
         What is on its way there may well arrive, but without the node nobody could reach it.
         """
         running = self._loads if device else self._writes
-        for child in [c for c in node.all_children() if (c.device if device else c.host) is not None]:
-            operation = child.load if device else child.write
-            if operation is None:
-                self._drop_children(child, device=device)
-                (self._drop_device if device else self._drop_host)(child)
-            elif operation.id in running:
-                self._abandon(operation, running, device=device)
+        with FirstError() as errors:
+            for child in [c for c in node.all_children() if (c.device if device else c.host) is not None]:
+                operation = child.load if device else child.write
+                with errors.kept():
+                    if operation is None:
+                        self._drop_child(child, device=device)
+                    elif operation.id in running:
+                        self._abandon(operation, running, device=device)
+
+    def _drop_child(self, child: TreeNode, *, device: bool) -> None:
+        try:
+            self._drop_children(child, device=device)
+        finally:
+            (self._drop_device if device else self._drop_host)(child)
 
     # Loads
 
@@ -240,55 +288,95 @@ class TreeTransfers(TreeBackups):
         if not operation.nodes:
             return
         tail = operation.nodes[0]
-        if failed:
+        with FirstError() as errors:
             for node in operation.nodes:
                 node.load = None
-                self._forget_device(node)
-        for node in operation.nodes:
-            node.load = None
-            if not failed:
-                self._tell(Change.STORED, Tier.DEVICE, node)
-        self._unlock_device(tail)
-        self._unlock_host(tail)
+                if failed:
+                    with errors.kept():
+                        self._forget_device(node)
+                else:
+                    self._tell(Change.STORED, Tier.DEVICE, node)
+            self._unlock_device(tail)
+            self._unlock_host(tail)
+            # A node whose host part went meanwhile, with the failed write of one above it, is nowhere now.
+            self._remove_absent(operation.nodes, errors)
 
     # Transfers in flight
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Take in finished transfers (with ``wait``, at least one where any is in flight); True if there were any."""
-        self.controller.start_writing()
-        wait_writes = wait and bool(self._writes)
-        wait_loads = wait and bool(self._loads) and not wait_writes
-        wait_backups = wait and bool(self._backups) and not wait_writes and not wait_loads
-        seen = False
-        # Also where none is known here: what was given up is let go by the controller's poll.
-        seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
-        seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
-        if self._backups:
-            seen |= self._take_in_backups(self.controller.poll_backups(wait=wait_backups))
-        self._follow_storage()
+        """Take in finished transfers (with ``wait``, at least one where any is in flight); True if there were any.
+
+        What a callback of the engine, or the listener, raises is raised once all are taken in; of several, the first.
+        Storage is waited for no longer than its timeout.
+        """
+        # Waits let interrupts in; elsewhere these would lose what the controller has told and no node knows yet.
+        with interrupts_held_back(), FirstError() as errors, self._listener_kept(errors):
+            self.controller.start_writing()
+            wait_writes = wait and bool(self._writes)
+            wait_loads = wait and bool(self._loads) and not wait_writes
+            wait_backups = wait and bool(self._backups) and not wait_writes and not wait_loads
+            seen = False
+            # Also where none is known here: what was given up is let go by the controller's poll.
+            with errors.kept():
+                seen |= self._take_in(self.controller.poll_writes(wait=wait_writes), self._writes, self._finish_write)
+            with errors.kept():
+                seen |= self._take_in(self.controller.poll_loads(wait=wait_loads), self._loads, self._finish_load)
+            if errors.error is not None:
+                writes, loads = self.controller.kept_acks()
+                with errors.kept():
+                    self._take_in(writes, self._writes, self._finish_write)
+                with errors.kept():
+                    self._take_in(loads, self._loads, self._finish_load)
+            if self._backups:
+                with errors.kept():
+                    seen |= self._take_in_backups(self.controller.poll_backups(wait=wait_backups))
+            self._follow_storage()
         return seen
+
+    @contextmanager
+    def _listener_kept(self, errors: FirstError) -> Iterator[None]:
+        """Keep what the listener raises from coming between two steps of the books."""
+        listener = self.listener
+
+        def tell(event: CacheEvent) -> None:
+            with errors.kept():
+                if listener is not None:
+                    listener(event)
+
+        self.listener = None if listener is None else tell
+        try:
+            yield
+        finally:
+            self.listener = listener
 
     def _take_in(self, acks: Sequence[Ack], running: dict[int, Operation], finish: Callable[..., None]) -> bool:
         """Finish the operations of some acks; True where there were any."""
         # One that fails may settle others of the same acks, so all outcomes are known before the first is taken in.
-        self._outcomes = {number: ack.error is not None for ack in acks for number in ack.node_ids}
-        # Windows come first: a node that is nowhere after its write takes its windows along, with what they have then.
-        for number in sorted(self._outcomes, key=lambda number: bool(running[number].nodes)):
-            if number not in self._outcomes:
-                continue
-            failed = self._outcomes.pop(number)
-            finish(running.pop(number), failed=failed)
+        self._outcomes = {number: ack.error is not None for ack in acks for number in ack.node_ids if number in running}
+        with FirstError() as errors:
+            # Windows come first: a node that is nowhere after its write takes its windows along, with what they have.
+            for number in sorted(self._outcomes, key=lambda number: bool(running[number].nodes)):
+                if number not in self._outcomes:
+                    continue
+                failed = self._outcomes.pop(number)
+                with errors.kept():
+                    finish(running.pop(number), failed=failed)
         return bool(acks)
 
     def drain(self) -> None:
-        """Wait until no transfer is in flight."""
+        """Wait until no transfer is in flight, for storage at most its timeout each."""
         self.poll()
         while self._wait():
             pass
 
-    def _wait(self) -> bool:
-        """Wait for one transfer; False if none is in flight."""
-        return bool(self._writes or self._loads or self._backups) and self.poll(wait=True)
+    def _wait(self, *, backups_until: float = math.inf) -> bool:
+        """Wait for one transfer, for backups only before a time of ``time.monotonic``; False if none came."""
+        if not (self._writes or self._loads):
+            in_time = time.monotonic() < backups_until
+            # To poll is to ask the other ranks, which have the same backups but clocks of their own.
+            if not (self._backups and self.controller.agreement.smallest([int(in_time)])[0]):
+                return False
+        return self.poll(wait=True)
 
     def _settle_writes(self, node: TreeNode) -> None:
         """Wait for writes of parts that are on the host alone, up to the root: such a write may still fail."""
