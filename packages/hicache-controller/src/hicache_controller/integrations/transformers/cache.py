@@ -21,7 +21,7 @@ from ...storage.file import FileStorage
 from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint, weights_mark
-from .model_layout import cache_argument, model_layout
+from .model_layout import cache_argument, decoder_of, model_layout
 from .past import PastCache, StaticPastCache
 from .session import Session
 from .tiers import Tiers, build_tiers, default_page_size
@@ -29,7 +29,7 @@ from .tiers import Tiers, build_tiers, default_page_size
 logger = logging.getLogger(__name__)
 
 StorageChoice = HiCacheStorage | str | os.PathLike[str] | Callable[[Fingerprint], HiCacheStorage]
-"""A storage backend, a directory for a :class:`FileStorage`, or a function that makes a backend for a fingerprint."""
+"""A directory for a :class:`FileStorage`, a function that makes a backend for a fingerprint, or a backend."""
 
 OnUnsupported = Literal["error", "uncached"]
 """What becomes of a request the cache cannot serve."""
@@ -40,7 +40,7 @@ _DEVICE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What the cache holds.
+    """What the cache holds; nothing but zeros for a model that is not supported.
 
     Attributes
     ----------
@@ -73,7 +73,8 @@ class HiCache:
     model
         The model.
     fingerprint
-        What the stored bytes belong to; None without storage.
+        What the stored bytes belong to; None without storage. A backend of a kind that keeps no fingerprints, which is
+        passed ready made, was not told.
     storage
         The backend, or None.
     on_unsupported
@@ -100,7 +101,8 @@ class HiCache:
         self._unsupported = unsupported
         self.decoder = decoder_of(model)
         self.cache_argument = cache_argument(self.decoder.forward)
-        self._mark = weights_mark(model)
+        self._configs = (model.config, model.config.get_text_config(decoder=True))
+        self._mark = self._current_mark()
         self._logged: set[str] = set()
         self._closed = False
 
@@ -135,8 +137,10 @@ class HiCache:
         l2_gb
             GB of host memory, pinned where the model is on a GPU.
         storage
-            Where pages outlive the process: a directory, a backend, or a function that makes a backend for a
-            :class:`Fingerprint`. A backend that is passed stays the caller's; others are closed with the cache.
+            Where pages outlive the process: a directory, a function that makes a backend for the model's
+            :class:`Fingerprint`, or a backend. A backend that is passed stays the caller's; others are closed with the
+            cache. One that was made for another fingerprint is refused; for one of a kind that keeps none, it is the
+            caller who sees to it that no other model's pages are in it.
         page_size
             Tokens a page: prefixes are kept in whole pages. By default what makes copies fast: 16 to 256.
         layout
@@ -155,7 +159,8 @@ class HiCache:
         UnsupportedError
             For a model whose layers the cache cannot restore, or that spreads over several devices.
         ValueError
-            If a tier is too small for the model, or an argument is out of range.
+            If a tier is too small for the model, an argument is out of range, or the storage keeps the pages of another
+            fingerprint than the model's.
         """
         if on_unsupported not in ("error", "uncached"):
             raise ValueError(f"on_unsupported is {on_unsupported!r}; accepted are 'error' and 'uncached'")
@@ -175,8 +180,9 @@ class HiCache:
             if storage is not None:
                 fingerprint = model_fingerprint(model, model_id, revision=revision, page_size=page_size)
                 backend = _open_storage(storage, fingerprint)
+                _check_fingerprint(backend, fingerprint, tiers)
                 tiers.controller.attach_storage_backend(backend)
-            return cls(
+            cache = cls(
                 model,
                 tiers,
                 storage=backend,
@@ -191,6 +197,12 @@ class HiCache:
                 if backend is not None and backend is not storage:
                     backend.close()
             raise
+        if not shape.given_tokens:
+            cache.log_once(
+                "prompts will not be cached: the model hands its decoder embeddings, which tell no tokens; make the "
+                "cache for a model of text alone"
+            )
+        return cache
 
     @property
     def tiers(self) -> Tiers:
@@ -272,12 +284,19 @@ class HiCache:
         return Session(self, input_ids, attention_mask, checkpoints, namespace, max_cache_len)
 
     def check_weights(self) -> None:
-        """Raise RuntimeError where the model's weights are not those it was made for."""
-        if weights_mark(self.model) != self._mark:
+        """Raise RuntimeError where the model is not as it was when the cache was made for it."""
+        if self.model_changed():
             raise RuntimeError(
-                "the model's weights were changed or moved after HiCache.for_model, and what is cached belongs to the "
-                "old ones; close this cache and make a new one"
+                "the model's weights were changed or moved, or another attention implementation was set, after "
+                "HiCache.for_model, and what is cached belongs to what was before; close this cache and make a new one"
             )
+
+    def model_changed(self) -> bool:
+        """Whether the model's weights or attention implementation are others than when the cache was made for it."""
+        return self._current_mark() != self._mark
+
+    def _current_mark(self) -> tuple[object, ...]:
+        return (weights_mark(self.model), *(config._attn_implementation for config in self._configs))
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise the error, or log it once where ``on_unsupported`` is ``"uncached"``."""
@@ -287,10 +306,13 @@ class HiCache:
 
     def flush(self) -> None:
         """Wait until everything kept so far is on the host and in storage."""
-        self.tiers.tree.drain()
+        if self._tiers is not None:
+            self._tiers.tree.drain()
 
     def stats(self) -> CacheStats:
         """Count what the tiers hold."""
+        if self._tiers is None:
+            return CacheStats(0, 0, 0, 0, 0, 0)
         held = self.tiers.tree.stats()
         size = self.page_size
         return CacheStats(
@@ -304,6 +326,8 @@ class HiCache:
 
     def drop_device(self) -> int:
         """Empty L1, so that prefixes come from the host; returns the tokens that left. For measurements and tests."""
+        if self._tiers is None:
+            return 0
         tree = self.tiers.tree
         tree.drain()
         for name, _ in self.tiers.windowed_pools:
@@ -347,17 +371,27 @@ class HiCache:
         self.close()
 
 
-def decoder_of(model: Any) -> Any:
-    """Return the module that computes the layers, below the head."""
-    return model.get_decoder()
-
-
 def _open_storage(storage: StorageChoice, fingerprint: Fingerprint) -> HiCacheStorage:
     if isinstance(storage, HiCacheStorage):
         return storage
     if isinstance(storage, (str, os.PathLike)):
         return FileStorage(storage, fingerprint=fingerprint)
     return storage(fingerprint)
+
+
+def _check_fingerprint(backend: HiCacheStorage, fingerprint: Fingerprint, tiers: Tiers) -> None:
+    """Raise ValueError where the backend takes this model's pages for those of another fingerprint."""
+    for entry in tiers.group.entries:
+        if entry.device_pool is None:
+            continue
+        digest = backend._pool_digest(entry.host_pool)
+        # A backend that keeps no fingerprints gives none.
+        if digest and digest != fingerprint.pool_digest(entry.host_pool.geometry):
+            raise ValueError(
+                f"storage is a {type(backend).__name__} made for another fingerprint than this model's: pages of other "
+                "weights would be taken for its own; pass a directory, or a function that takes the fingerprint and "
+                "makes the backend"
+            )
 
 
 def _default_l1(device: torch.device, l2_gb: float) -> float:

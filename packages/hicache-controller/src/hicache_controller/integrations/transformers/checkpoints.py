@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from hicache_pools import PoolName
@@ -53,6 +54,13 @@ class Checkpoint:
             given[PoolName.MAMBA] = self.states
             self.states = None
         return given
+
+    def take_back(self, given: Mapping[str, Pages]) -> None:
+        """Own the pages again that an insert did not take."""
+        if self.sliding is not None and PoolName.SWA in given:
+            self.sliding = np.concatenate([self.sliding, given[PoolName.SWA]])
+        if PoolName.MAMBA in given:
+            self.states = given[PoolName.MAMBA]
 
 
 class Checkpoints:
@@ -210,8 +218,11 @@ class Checkpoints:
         if begin < 0 or end > keys.shape[2]:
             return
         local = tiers.layout.sliding.index(number)
+        pools = ((tiers.sliding.k_buffer[local], keys), (tiers.sliding.v_buffer[local], values))
+        if any(rows.dtype != pool.dtype for pool, rows in pools):
+            return  # as under autocast, where nothing is kept
         target = PageRows(checkpoint.sliding, tiers.page_size, tiers.layout.device)
-        for pool, rows in ((tiers.sliding.k_buffer[local], keys), (tiers.sliding.v_buffer[local], values)):
+        for pool, rows in pools:
             target.write(pool, rows[checkpoint.row, :, begin:end].transpose(0, 1))
         checkpoint.missing.discard(number)
 
@@ -219,10 +230,13 @@ class Checkpoints:
         tiers = self._tiers
         if checkpoint.states is None:
             return
+        checkpoint.has_states = False
         target = PageRows(checkpoint.states, 1, tiers.layout.device)
         for local, number in enumerate(tiers.layout.recurrent):
             layer = self._past.layers[number]
             if isinstance(layer, RecurrentStates):
                 for state, pool in zip(layer.state_tensors(), tiers.state_buffers(local), strict=True):
+                    if state.dtype != pool.dtype:
+                        return  # as under autocast, where nothing is kept
                     target.write(pool, state[checkpoint.row : checkpoint.row + 1])
         checkpoint.has_states = True

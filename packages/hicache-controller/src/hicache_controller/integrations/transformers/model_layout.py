@@ -33,6 +33,12 @@ KNOWN_LAYERS = (
 """Layers of transformers' own cache that can be restored; exactly these, as a subclass keeps more."""
 
 
+EMPTY_LAYER = "DummyLayer"
+"""Name of transformers' layer for what keeps nothing by design; its first versions that are served have none."""
+
+EMPTY_LAYER_TYPES = ("mlp", "moe")
+"""Types of layers that keep nothing, in a configuration's ``layer_types``; what such versions tell them by."""
+
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 """Rotations whose frequencies change with the length of the sequence."""
 
@@ -122,12 +128,15 @@ class ModelLayout:
         One a model layer.
     device
         Where every layer keeps it.
+    given_tokens
+        Whether the decoder is given tokens where the model is; False where it gets embeddings, which tell none.
     full, sliding, recurrent
         Numbers of the layers with full attention, with a window, and with states.
     """
 
     layers: tuple[LayerLayout, ...]
     device: torch.device
+    given_tokens: bool = True
 
     @property
     def full(self) -> tuple[int, ...]:
@@ -162,29 +171,68 @@ def cache_argument(forward: Any) -> str:
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the module that computes the layers, below the head."""
+    decoder = model.get_decoder()
+    # In some models that is a part of the head.
+    return decoder if _takes_cache(decoder) or not _takes_cache(model.base_model) else model.base_model
+
+
+def _takes_cache(module: Any) -> bool:
+    return not {"cache", "past_key_values"}.isdisjoint(inspect.signature(module.forward).parameters)
+
+
 def model_layout(model: Any) -> ModelLayout:
     """Run two tokens through the model and look at what its layers keep.
 
     Raises
     ------
     UnsupportedError
-        For a layer the integration does not know, layers on several devices, a model without attention or with an
-        encoder, and rotations that depend on the length of the sequence.
+        For a model that cannot run on transformers' own cache, a layer the integration does not know or that keeps
+        nothing where it should, layers on several devices, a model without attention or with an encoder, and rotations
+        that depend on the length of the sequence.
     """
     _check_configuration(model.config)
-    cache = DynamicCache(config=model.config)
-    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
-    with torch.no_grad():
-        model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): cache})
-    layers = tuple(_layer_layout(number, layer) for number, layer in enumerate(cache.layers))
+    cache, given_tokens = _run_two_tokens(model)
     devices = {tensor.device for layer in cache.layers for tensor in _tensors(layer)}
+    if not devices:
+        raise UnsupportedError("the model kept nothing in the cache it was given: it has none, or one of its own")
+    types = model.config.get_text_config(decoder=True).to_dict().get("layer_types") or ()
+    layers = tuple(
+        _layer_layout(number, layer, types[number] if number < len(types) else None)
+        for number, layer in enumerate(cache.layers)
+    )
     if len(devices) != 1:
         names = sorted(str(device) for device in devices)
         raise UnsupportedError(f"the model keeps its cache on {names}; one device is supported")
-    layout = ModelLayout(layers, devices.pop())
+    layout = ModelLayout(layers, devices.pop(), given_tokens)
     if not layout.full and not layout.sliding:
         raise UnsupportedError("no layer of the model has attention, so nothing tells how long its cache is")
     return layout
+
+
+def _run_two_tokens(model: Any) -> tuple[DynamicCache, bool]:
+    """Return the cache that two tokens fill, and whether the decoder was given them as tokens."""
+    given: list[bool] = []
+
+    def look(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        given.append(options.get("input_ids", arguments[0] if arguments else None) is not None)
+
+    hook = decoder_of(model).register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        cache = DynamicCache(config=model.config)
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): cache})
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot run two tokens on transformers' own cache: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        hook.remove()
+    return cache, bool(given) and all(given)
 
 
 def _check_configuration(config: Any) -> None:
@@ -209,9 +257,13 @@ def _rope_types(parameters: Any) -> Iterator[str]:
                 yield from _rope_types(value)
 
 
-def _layer_layout(number: int, layer: Any) -> LayerLayout:
-    tensors = _tensors(layer)
-    if not tensors:
+def _layer_layout(number: int, layer: Any, layer_type: str | None) -> LayerLayout:
+    if not _tensors(layer):
+        if type(layer).__name__ != EMPTY_LAYER and layer_type not in EMPTY_LAYER_TYPES:
+            raise UnsupportedError(
+                f"layer {number} left its {type(layer).__name__} empty; what it keeps elsewhere, as in the model "
+                "itself, cannot be restored"
+            )
         return LayerLayout()
     if type(layer) not in KNOWN_LAYERS:
         raise UnsupportedError(

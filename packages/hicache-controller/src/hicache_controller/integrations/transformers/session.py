@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from .filling import FilledOnTouch
 from .layers import FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
 from .past import PastCache, StaticPastCache
+from .precision import AutocastWatch, other_type
 from .recorder import Recorder
 from .rows import PageRows, Row, batch_rows, copy_rows
 from .tiers import Tiers
@@ -49,6 +52,7 @@ class Session:
         self._rows: list[Row] = []
         self._past: PastCache | StaticPastCache | None = None
         self._recorder: Recorder | None = None
+        self._autocast: AutocastWatch | None = None
         self._checkpoints: Checkpoints | None = None
         self._consumers: tuple[int, ...] = ()
         self._pages: dict[str, list[PageRows]] = {}
@@ -72,6 +76,8 @@ class Session:
         self._check_length()
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
+            if columns != (columns := self._take_pages(columns)):
+                hits = [replace(hit, tokens=row.taken) for hit, row in zip(hits, self._rows, strict=True)]
             # While the first layers are on their way.
             self._cache.check_weights()
             past = self._past = self._new_past()
@@ -84,6 +90,7 @@ class Session:
                 self._rows,
                 self._checkpoints.after_pass if tiers.states is not None else None,
             )
+            self._autocast = AutocastWatch(self._cache.decoder, past, tiers.layout.device.type)
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
@@ -105,6 +112,42 @@ class Session:
             return PastCache(layout, config)
         return StaticPastCache(layout, config, self._max_cache_len)
 
+    def _take_pages(self, columns: int) -> int:
+        """Note the pages that are to be read; returns the columns in them, fewer where a load has failed already."""
+        if not columns:
+            return 0
+        try:
+            self._note_pages()
+        except ValueError:
+            self._cache.log_once("a load failed as a session began; what it was to bring is computed anew")
+            columns = self._settle_rows()
+            if columns:
+                self._note_pages()
+        return columns
+
+    def _note_pages(self) -> None:
+        tiers, tree = self._tiers, self._tiers.tree
+        device = tiers.layout.device
+        matches = [row.match for row in self._rows if row.match is not None]
+        self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
+        self._pages[PoolName.KV] = [PageRows(tree.device_page_numbers(m), tiers.page_size, device) for m in matches]
+        for name, size in tiers.windowed_pools:
+            self._pages[name] = [PageRows(tree.window_page_numbers(match, name), size, device) for match in matches]
+
+    def _settle_rows(self) -> int:
+        """Wait for all loads and take what they brought; returns the columns that this is for every sequence."""
+        tiers, rows = self._tiers, self._rows
+        for row in rows:
+            if row.match is not None:
+                row.match = tiers.tree.settle(row.match)
+        pages = [0 if row.match is None else row.match.pages for row in rows]
+        columns = min(row.pad + count * tiers.page_size for row, count in zip(rows, pages, strict=True))
+        if tiers.windowed and len(set(pages)) > 1:
+            columns = 0  # a window or a state is there at the end of each match alone
+        for row in rows:
+            row.taken = max(0, columns - row.pad)
+        return columns if any(row.taken for row in rows) else 0
+
     def _begin_layers(self, past: PastCache | StaticPastCache, columns: int) -> None:
         """Let every layer fill itself from the pages of the matches."""
         tiers, rows = self._tiers, self._rows
@@ -116,14 +159,7 @@ class Session:
                 layer.retained = tiers.window_pages * tiers.page_size + 2 * tiers.page_size
         if not columns:
             return
-        matches = [row.match for row in rows if row.match is not None]
-        self._consumers = tuple(sorted({consumer for match in matches for consumer in match.consumers}))
-        device = tiers.layout.device
-        tree = tiers.tree
-        self._pages[PoolName.KV] = [PageRows(tree.device_page_numbers(m), tiers.page_size, device) for m in matches]
-        for name, size in tiers.windowed_pools:
-            self._pages[name] = [PageRows(tree.window_page_numbers(match, name), size, device) for match in matches]
-        batch = len(rows)
+        batch, device = len(rows), tiers.layout.device
         for number, (layer, shape) in enumerate(zip(past.layers, tiers.layout.layers, strict=False)):
             # A function, which a deep copy of the layer shares; what is bound would bring a copy of the session.
             def fill(layer: Any, number: int = number) -> None:
@@ -219,12 +255,14 @@ class Session:
     def _end(self, *, keep: bool) -> None:
         tree = self._tiers.tree
         recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            recorder.remove()
+        autocast, self._autocast = self._autocast, None
+        for hooks in (recorder, autocast):
+            if hooks is not None:
+                hooks.remove()
         try:
-            if keep and recorder is not None and self._past is not None:
+            if keep and recorder is not None and autocast is not None and self._past is not None:
                 with torch.no_grad():
-                    self._keep(self._past, recorder)
+                    self._keep(self._past, recorder, autocast)
         finally:
             self._pages.clear()
             if self._checkpoints is not None:
@@ -232,7 +270,7 @@ class Session:
             release_rows(tree, self._rows)
         tree.poll()
 
-    def _keep(self, past: PastCache | StaticPastCache, recorder: Recorder) -> None:
+    def _keep(self, past: PastCache | StaticPastCache, recorder: Recorder, autocast: AutocastWatch) -> None:
         columns = int(past.get_seq_length())
         sequences, reason = recorder.tokens(columns)
         if reason is not None:
@@ -240,6 +278,9 @@ class Session:
         for layer in past.layers:
             if isinstance(layer, FilledOnTouch):
                 layer.fill()
+        if (why := self._worth_nothing(past, autocast)) is not None:
+            self._cache.log_once(f"nothing of a session was cached: {why}")
+            return
         checkpoints = self._checkpoints if self._tiers.windowed else None
         if checkpoints is not None:
             checkpoints.drop_behind(recorder.rolled_back_to)
@@ -247,6 +288,14 @@ class Session:
         for index, (row, tokens) in enumerate(zip(self._rows, sequences, strict=True)):
             saved = [] if checkpoints is None else checkpoints.complete(index, len(tokens))
             self._keep_row(past, index, row, tokens, saved)
+
+    def _worth_nothing(self, past: PastCache | StaticPastCache, autocast: AutocastWatch) -> str | None:
+        """Why nothing that was computed belongs to the model as the cache knows it; None if it does."""
+        if self._cache.model_changed():
+            return "the model's weights or attention implementation were changed in it"
+        if autocast.seen:
+            return "it ran under torch.autocast, which computes in other types than the model's"
+        return other_type(self._tiers, past)
 
     def _keep_row(
         self, past: PastCache | StaticPastCache, index: int, row: Row, tokens: Tokens, checkpoints: Sequence[Checkpoint]
@@ -264,43 +313,69 @@ class Session:
         if row.match is not None:
             row.match = settled = tree.settle(row.match)
             if settled.pages * tiers.page_size < row.taken:
-                self._cache.log_once("a load failed while the session used it; its tokens were not cached")
+                self._log_failed_load()
                 return
         match = tree.match_prefix(keys.hashes[:pages], namespace=self._namespace)
-        if match.pages < pages:
-            # Also where another session is loading it.
-            match = tree.load_back(match)
-        count = pages - match.pages
-        fresh = tree.alloc_device(count) if count > 0 else None
-        if fresh is None:
-            tree.release(match)
-            if count > 0:
-                self._cache.log_once(
-                    f"the device tier had no room for {count} pages; raise l1_gb to cache longer prompts"
-                )
-            return
         try:
-            self._copy_out(past, index, row, match.pages, fresh)
+            if match.pages < pages:
+                # Also where another session is loading it.
+                match = tree.load_back(match, wait=False)
+                match = tree.settle(match)
+            count = pages - match.pages
+            fresh = tree.alloc_device(count) if count > 0 else None
         except BaseException:
-            tree.device_allocator.free_pages(fresh)
             tree.release(match)
             raise
-        tree.release(self._insert(match, fresh, checkpoints))
+        if fresh is not None:
+            self._hand_over(past, index, row, match, fresh, checkpoints)
+            return
+        tree.release(match)
+        if count > 0:
+            self._cache.log_once(f"the device tier had no room for {count} pages; raise l1_gb to cache longer prompts")
 
-    def _insert(self, match: Match, fresh: Pages, checkpoints: Sequence[Checkpoint]) -> Match:
-        """Hand the pages over, in pieces that end where a window or a state was saved."""
-        tree = self._tiers.tree
-        if not self._tiers.windowed:
-            return tree.insert(match, fresh).match
-        at, first = 0, match.pages
-        for checkpoint in checkpoints:
-            end = checkpoint.tokens // self._tiers.page_size - first
-            if end <= at:
-                continue
-            windows = checkpoint.windows(end - at)
-            match = tree.insert(match, fresh[at:end], windows=windows).match
-            at = end
-        return match
+    def _hand_over(
+        self,
+        past: PastCache | StaticPastCache,
+        index: int,
+        row: Row,
+        match: Match,
+        fresh: Pages,
+        checkpoints: Sequence[Checkpoint],
+    ) -> None:
+        """Fill the pages behind a match and give them to the tree, in pieces that end where a window or state is."""
+        tree, size = self._tiers.tree, self._tiers.page_size
+        first, given = match.pages, 0
+        pieces: list[tuple[int, Checkpoint | None]] = [(each.tokens // size - first, each) for each in checkpoints]
+        try:
+            self._copy_out(past, index, row, first, fresh)
+            for end, checkpoint in pieces or [(len(fresh), None)]:
+                if end <= given:
+                    continue
+                if given:
+                    # What is behind the match by now may be another session's, and on its way.
+                    match = tree.settle(match)
+                    if match.pages < first + given:
+                        self._log_failed_load()
+                        break
+                begin, given = given, end
+                windows = {} if checkpoint is None else checkpoint.windows(end - begin)
+                try:
+                    match = tree.insert(match, fresh[begin:end], windows=windows).match
+                except ValueError:
+                    # Nothing was taken. After any other error that is not known, and no page may have two owners.
+                    given = begin
+                    if checkpoint is not None:
+                        checkpoint.take_back(windows)
+                    raise
+        finally:
+            if given < len(fresh):
+                tree.device_allocator.free_pages(fresh[given:])
+            # An insert that was interrupted may have replaced it.
+            with contextlib.suppress(ValueError):
+                tree.release(match)
+
+    def _log_failed_load(self) -> None:
+        self._cache.log_once("a load failed while the session used it; its tokens were not cached")
 
     def _copy_out(self, past: PastCache | StaticPastCache, index: int, row: Row, first_page: int, pages: Pages) -> None:
         """Copy the rows of new pages from the layers into the device pool."""

@@ -171,7 +171,8 @@ def build_tiers(
         0 if states is None else states.bytes * len(layout.recurrent),
         window_pages,
     )
-    device, host = _split("l1_gb", l1_bytes, sizes), _split("l2_gb", l2_bytes, sizes)
+    device = _split("l1_gb, by default a part of l2_gb,", l1_bytes, sizes)
+    host = _split("l2_gb", l2_bytes, sizes)
     kv_pool = None if full is None else _attention_pool(full, len(layout.full), device.kv, page_size, layout.device)
     index_pool = None if full is None else _index_pool(full, len(layout.full), device.kv, page_size, layout.device)
     sliding_pool = (
@@ -244,10 +245,12 @@ def _split(name: str, size: int, sizes: _PageBytes) -> TierPages:
     pages = left // sizes.kv if sizes.kv else checkpoints * max(64, sizes.window_pages)
     if left < 0 or pages < 1:
         least = FEWEST_CHECKPOINTS * sizes.checkpoint + sizes.kv
-        raise ValueError(
-            f"{name} is {size / 1e9:g} GB; a page of this model and {FEWEST_CHECKPOINTS} windows or states need "
-            f"{least / 1e9:g} GB"
+        need = (
+            f"a page of this model and {FEWEST_CHECKPOINTS} windows or states need"
+            if checkpoints
+            else ("a page of this model needs")
         )
+        raise ValueError(f"{name} is {size / 1e9:g} GB; {need} {least / 1e9:g} GB")
     return TierPages(pages, checkpoints * sizes.window_pages, checkpoints)
 
 
