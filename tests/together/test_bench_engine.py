@@ -159,6 +159,11 @@ def test_cache_is_closed_though_what_was_stored_cannot_be_removed(
         (("--layers", "0"), "layers is 0"),
         (("--dtype", "int8"), "--dtype is 'int8'"),
         (("--plot", "picture.txt"), "--plot is picture.txt"),
+        (("--device", "xyz"), "--device is 'xyz'; accepted are cpu and cuda"),
+        (("--device", "meta"), "--device is 'meta'; accepted are cpu and cuda"),
+        (("--device", "cuda:99"), "--device is 'cuda:99', and torch sees"),
+        (("--json", "/"), "--json is /, a directory"),
+        (("--json", "/dev/null/report.json"), "--json is /dev/null/report.json, which cannot be written: /dev/null: "),
     ],
 )
 def test_option_that_cannot_work_is_named_in_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -166,6 +171,28 @@ def test_option_that_cannot_work_is_named_in_one_line(arguments: tuple[str, ...]
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {message}")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = bench_engine("--device", "cuda")
+    assert (result.exit_code, result.stderr) == (2, "error: --device is 'cuda', and torch sees 0 GPUs here\n")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineBench, "__init__", lambda *_: pytest.fail("something was measured"))
+    directory = tmp_path / "report.png"
+    directory.mkdir()
+    result = bench_engine(option, directory)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {option} is {directory}, a directory; the name of a file is expected\n"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    result = bench_engine(option, tmp_path / "new.png")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("which cannot be written: permission denied\n")
 
 
 def test_missing_transformers_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -56,7 +57,7 @@ def engine(
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; by default bfloat16 on a GPU.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
     storage_dir: Annotated[
-        Path | None, typer.Option(help="Directory for L3, left as it was; by default a temporary one.")
+        Path | None, typer.Option(help="Directory for L3, whose pages are removed again; by default a temporary one.")
     ] = None,
     storage_threads: Annotated[int | None, typer.Option(help="Threads that move the pages of L3.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
@@ -70,7 +71,10 @@ def engine(
     """
     if plot_file is not None and plot_file.suffix not in PICTURES:
         _stop(f"--plot is {plot_file}; a name that ends with one of {', '.join(PICTURES)} is expected")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
+        if file is not None:
+            _check_writable(option, file)
+    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = where.type != "cpu"
     kind = dtype or ("bfloat16" if gpu else "float32")
     if kind not in DTYPES:
@@ -100,11 +104,38 @@ def engine(
         with EngineBench(options) as bench:
             report = make_report(options, bench.cache.page_size, bench.run(update))
     show(report, _output)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    if plot_file is not None:
-        plot(report, plot_file)
+    with _one_line_errors():
+        if json_file is not None:
+            json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        if plot_file is not None:
+            plot(report, plot_file)
+
+
+def _device(name: str) -> torch.device:
+    """Return a device that a model can run on here."""
+    accepted = "accepted are cpu and cuda, or cuda:1 and so on for another GPU"
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        _stop(f"--device is {name!r}; {accepted}")
+    if where.type not in ("cpu", "cuda"):
+        _stop(f"--device is {name!r}; {accepted}")
+    gpus = torch.cuda.device_count()
+    if where.type == "cuda" and (where.index or 0) >= gpus:
+        _stop(f"--device is {name!r}, and torch sees {gpus} GPUs here")
+    return where
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Stop before anything is measured where the result could not be written; makes the directory."""
+    if file.is_dir():
+        _stop(f"{option} is {file}, a directory; the name of a file is expected")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _stop(f"{option} is {file}, which cannot be written: {error.filename}: {error.strerror}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        _stop(f"{option} is {file}, which cannot be written: permission denied")
 
 
 @contextlib.contextmanager
