@@ -146,6 +146,30 @@ def test_a_load_that_fails_while_room_for_windows_is_made_takes_nothing_below_it
     model.empty()
 
 
+def test_a_window_whose_load_fails_while_room_is_made_is_loaded_with_the_rest(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(device_pages=20, windows=(8, 8))
+    insert(model, keys_of((1, 2)))
+    insert(model, keys_of((1, 2, 3)))
+    model.cache.drain()
+    model.cache.evict_window_device("swa", 8)
+    gate = model.gate("load", "swa")
+    gate.close()
+    gate.failing = True
+    above = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2))), wait=False)
+    gate.wait_entered()
+    longer = model.cache.match_prefix(keys_of((1, 2, 3)))
+    assert len(longer.device_pin.parts) == len(longer.host_pin.parts) == 1
+    once_before(monkeypatch, model.cache, "_make_window_room", lambda: finish_loads(model, gate))
+    longer = model.cache.load_back(longer)
+    assert longer.pages == 3
+    model.verify_match(longer)
+    for match in (longer, model.cache.settle(above)):
+        model.cache.release(match)
+    model.empty()
+
+
 @pytest.mark.parametrize("nodes", [[2], [1, 2]], ids=["all of the window", "part of the window"])
 def test_a_window_whose_write_fails_while_room_is_made_for_its_load_shortens_the_match(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, nodes: list[int]

@@ -66,38 +66,70 @@ def test_prefetch_ends_once(make_model: MakeModel, keys_of: KeysOf) -> None:
     model.empty()
 
 
-def test_what_comes_below_a_node_that_left_the_tree_is_given_back(make_model: MakeModel, keys_of: KeysOf) -> None:
-    model = make_model(host_pages=20, storage=MemoryStorage())
-    model.serve((1, 2, 3, 4))
+def page_on_the_host_below_a_failing_write(model: Any, keys: list[bytes]) -> tuple[Any, Any, Any]:
+    """Have a page computed whose write will fail, and the one behind it come from storage; returns match and gates."""
+    model.serve((), keys)
     model.empty()
-    model.serve((1,))
+    model.serve((), keys[:1])
     model.cache.drain()
     get, write = model.gate("get"), model.gate("write")
     get.close()
-    first = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3))))
+    started = model.cache.start_prefetch(model.cache.match_prefix(keys[:3]))
     write.close()
     write.failing = True
-    match = model.cache.match_prefix(keys_of((1, 2)))
+    match = model.cache.match_prefix(keys[:2])
     pages, _ = model.compute(match, 1)
     model.cache.release(model.cache.insert(match, pages).match)
     write.wait_entered()
     get.open()
-    shorter = model.cache.finish_prefetch(first, wait=True)
-    assert shorter.pages == 3
-    get.close()
-    second = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3, 4))))
-    get.wait_entered()
-    write.open()
+    match = model.cache.finish_prefetch(started, wait=True)
+    assert match.pages == 3
+    return match, get, write
+
+
+def finish_writes(model: Any, gate: Any) -> None:
+    gate.open()
     while model.cache._writes:
         model.cache.poll(wait=True)
-    assert second.match.node.host is None, "it left the tree with the page above it, whose write failed"
+
+
+def test_what_comes_below_a_node_that_left_the_tree_is_given_back(make_model: MakeModel, keys_of: KeysOf) -> None:
+    keys = keys_of((1, 2, 3, 4))
+    model = make_model(host_pages=20, storage=MemoryStorage())
+    shorter, get, write = page_on_the_host_below_a_failing_write(model, keys)
+    get.close()
+    started = model.cache.start_prefetch(model.cache.match_prefix(keys))
+    get.wait_entered()
+    finish_writes(model, write)
+    assert started.match.node.host is None, "it left the tree with the page above it, whose write failed"
     get.open()
-    match = model.cache.load_back(model.cache.finish_prefetch(second, wait=True))
+    match = model.cache.load_back(model.cache.finish_prefetch(started, wait=True))
     assert match.pages == 2
     model.verify_match(match)
     model.cache.check_integrity()
     for held in (match, shorter):
         model.cache.release(held)
+    write.failing = False
+    model.empty()
+
+
+def test_a_page_that_leaves_the_host_while_room_is_made_for_its_load_shortens_the_match(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(host_pages=20, storage=MemoryStorage())
+    match, _, write = page_on_the_host_below_a_failing_write(model, keys_of((1, 2, 3)))
+    make_room = model.cache._make_device_room
+
+    def after_the_write(count: int) -> bool:
+        finish_writes(model, write)
+        return bool(make_room(count))
+
+    monkeypatch.setattr(model.cache, "_make_device_room", after_the_write)
+    match = model.cache.load_back(match)
+    assert match.pages == 2
+    model.verify_match(match)
+    model.cache.check_integrity()
+    model.cache.release(match)
     write.failing = False
     model.empty()
 

@@ -438,7 +438,7 @@ class TreeLoads(TreeTransfers):
         for name, mine in parts.items():
             for part in mine:
                 # What the device has of it is too short, and comes again with the rest.
-                if part.device_pins:
+                if part.device is not None and part.device_pins:
                     return False
                 self._drop_window(part, device=True)
             if not self._make_window_room(name, sum(part.on_host for part in mine)):
