@@ -18,6 +18,11 @@ def unsupported_generation(config: Any) -> str | None:
         value = getattr(config, name)
         if value is not None and value > 1:
             return f"{name} is {value}; a session has one sequence a prompt: repeat the prompt in input_ids instead"
+    if config.prompt_lookup_num_tokens is not None:
+        return (
+            f"prompt_lookup_num_tokens is {config.prompt_lookup_num_tokens}; with it transformers computes the whole "
+            "prompt, whatever a cache holds of it: leave it None"
+        )
     if config.cache_implementation is not None:
         return (
             f"cache_implementation is {config.cache_implementation!r}; a session brings its own cache: leave it None, "

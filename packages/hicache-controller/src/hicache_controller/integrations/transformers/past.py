@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -31,7 +32,35 @@ class Hit:
     storage: int = 0
 
 
-class PastCache(DynamicCache):
+class Rewinds:
+    """Remembers how short a cache was made since somebody last asked, whoever runs the model on it then.
+
+    What follows may be compiled, and passes of a compiled model are not always seen.
+    """
+
+    _shortest: torch.Tensor | int | None = None
+
+    def take_shortest(self) -> int | None:
+        """Columns left by the deepest crop or reset since the last call, or None; of a static cache it waits."""
+        shortest, self._shortest = self._shortest, None
+        return None if shortest is None else int(shortest)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; the number is negative."""
+        left = self.get_seq_length() - abs(tokens_to_remove)  # type: ignore[attr-defined]
+        if self._shortest is not None:
+            # The length of a static cache is on the device, and stays there.
+            left = left.clamp(max=self._shortest) if isinstance(left, torch.Tensor) else min(left, self._shortest)
+        self._shortest = left
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._shortest = 0
+        super().reset()  # type: ignore[misc]
+
+
+class PastCache(Rewinds, DynamicCache):
     """A cache for ``past_key_values`` that holds the restored prefix of each sequence of the batch.
 
     Attributes
@@ -54,7 +83,7 @@ class PastCache(DynamicCache):
         self.cached_tokens = 0
 
 
-class StaticPastCache(StaticCache):
+class StaticPastCache(Rewinds, StaticCache):
     """The same in buffers of one size, for ``torch.compile``; attributes as in :class:`PastCache`.
 
     Parameters

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...tree.keys import Tokens
+from .errors import UnsupportedError
+from .passes import Padding, Pass, Signature
 from .past import PastCache, StaticPastCache
 from .rows import Row
 
-
-class Pass(NamedTuple):
-    """A forward pass: the first column it computed, and what it was given."""
-
-    first: int
-    tokens: torch.Tensor
-    positions: torch.Tensor | None
-    mask: torch.Tensor | None
-
-    @property
-    def end(self) -> int:
-        """The column behind those it computed."""
-        return self.first + self.tokens.shape[1]
-
-    def continues(self, before: Pass) -> bool:
-        """Whether it went on where another pass ended, and was given the same things for as many sequences."""
-        return (
-            self.first == before.end
-            and self.tokens.shape[0] == before.tokens.shape[0]
-            and (self.positions is None) == (before.positions is None)
-        )
+NOT_COMPILED = (
+    "a session notes which tokens the prompt was computed of, which is no part of a graph: compile the steps, not the "
+    "prompt (torch.compile of a function that the prompt does not go through), or do without fullgraph=True"
+)
+OTHER_POSITIONS = "position_ids were not those of the sequences without their padding"
 
 
 class Recorder:
     """Hooks on the decoder of a model, for the time of a session.
+
+    What a pass was given is looked at on the device, and read when the session ends: nothing here waits for it, but for
+    the first pass behind a restored prefix.
 
     Parameters
     ----------
@@ -58,18 +47,36 @@ class Recorder:
         rows: Sequence[Row],
         after_pass: Callable[[int], None] | None = None,
     ) -> None:
+        self._decoder = decoder
         self._past = past
         self._rows = rows
-        self._groups: list[list[Pass]] = []
+        self._padding = Padding(rows)
+        self._signature = Signature(decoder.forward)
+        self._passes: list[Pass] = []
+        self._running: Pass | None = None
         self._unknown: str | None = None
         self._after_pass = after_pass
         self._prompt = rows[0].pad + rows[0].length
         self._prompt_only = isinstance(past, StaticPastCache)
-        self._hooks = [decoder.register_forward_pre_hook(self._before, with_kwargs=True)]
-        if after_pass is not None or self._prompt_only:
-            self._hooks.append(decoder.register_forward_hook(self._after, with_kwargs=True))
+        self._restored = past.cached_tokens
+        self._prefix = self._restored
+        self._prefix_checked = False
+        self._batch = len(rows)
+        self._reached = 0
+        # Compiled, they would guard on every length; so a graph ends before the decoder's layers, or cannot be made.
+        before = torch.compiler.disable(self._before, reason=NOT_COMPILED)  # type: ignore[no-untyped-call]
+        after = torch.compiler.disable(self._after, reason=NOT_COMPILED)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            decoder.register_forward_pre_hook(before, with_kwargs=True),
+            decoder.register_forward_hook(after, with_kwargs=True),
+        ]
         self.rolled_back_to = np.iinfo(np.int64).max
         """First column that was computed more than once, as after a crop."""
+
+    def hand_over(self) -> None:
+        """Say that the session has computed what it does by itself: now it is a prefix that others go on from."""
+        self._prefix = int(self._past.get_seq_length())
+        self._prefix_checked = False
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -78,48 +85,164 @@ class Recorder:
         self._hooks.clear()
 
     def _before(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not self._mine(options):
+        if not self._mine(arguments, options):
             return
         first = int(self._past.get_seq_length())
-        tokens = options.get("input_ids", arguments[0] if arguments else None)
-        if tokens is None:
-            self._unknown = "a forward pass was given inputs_embeds, and embeddings tell no tokens"
+        self._cut_what_went()
+        self._cut_prefix(first)
+        if first < self._reached:
+            self.rolled_back_to = min(self.rolled_back_to, first)
+        given = self._signature.bind(arguments, options)
+        if conditions := self._signature.conditions(given):
+            self._keep_nothing(
+                f"a forward pass was given {', '.join(conditions)}, so it may have computed something else than what "
+                "follows from the tokens",
+                spoils_prefix=True,
+            )
+        tokens = given.get("input_ids")
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
+            self._keep_nothing("a forward pass was given inputs_embeds, and embeddings tell no tokens")
             return
-        if first and not self._groups and tokens.shape[1] >= self._prompt:
+        self._check_batch(tokens.shape[0], first)
+        if 0 < first < self._prompt <= tokens.shape[1] and self._begins_with_prompt(tokens):
             raise ValueError(
                 f"the forward pass was given {tokens.shape[1]} tokens, the whole prompt, and the cache has {first} of "
                 "them; pass input_ids[:, past.get_seq_length():] (generate does so by itself)"
             )
-        positions = options.get("position_ids")
-        if positions is None and any(row.pad for row in self._rows):
-            raise ValueError("the batch is padded and position_ids is missing; pass them, padding not counted")
-        if self._groups and first < self._groups[-1][-1].end:
-            self.rolled_back_to = min(self.rolled_back_to, first)
-        mask = options.get("attention_mask")
-        self._note(Pass(first, tokens.detach(), positions, mask if isinstance(mask, torch.Tensor) else None))
-
-    def _note(self, following: Pass) -> None:
-        """Add a pass to those it follows, so that a group of them costs one copy to the CPU, or begin a group."""
-        if not self._groups or not following.continues(self._groups[-1][-1]):
-            self._groups.append([following])
-            return
-        group = self._groups[-1]
-        if len(group) > 1:
-            # The mask of a step is as long as the sequence so far, and the one of the last pass shows the same.
-            group[-1] = group[-1]._replace(mask=None)
-        group.append(following)
+        end = first + tokens.shape[1]
+        self._reached = max(self._reached, end)
+        # A copy: callers reuse the tensor for the next token.
+        running = Pass(first, end, [tokens.detach().clone()])
+        self._look_at_mask(given.get("attention_mask"), running)
+        self._look_at_positions(given.get("position_ids"), running)
+        self._look_at_places(given.get("cache_position"), running)
+        self._prefix_checked = True
+        if self._unknown is None:
+            self._running = running
 
     def _after(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-        if not self._mine(options):
+        if not self._mine(arguments, options):
             return
         columns = int(self._past.get_seq_length())
+        running, self._running = self._running, None
+        if running is not None and columns != running.end:
+            self._keep_nothing(
+                f"a forward pass of {running.end - running.first} tokens left {columns - running.first} more in the "
+                "cache"
+            )
+        elif running is not None and not (self._passes and self._passes[-1].take(running)):
+            self._passes.append(running)
         if self._after_pass is not None:
             self._after_pass(columns)
         if self._prompt_only and columns >= self._prompt:
             self.remove()
 
-    def _mine(self, options: dict[str, Any]) -> bool:
-        return options.get("cache", options.get("past_key_values")) is self._past
+    def _mine(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        return any(value is self._past for value in (*arguments, *options.values()))
+
+    def _keep_nothing(self, reason: str, *, spoils_prefix: bool = False) -> None:
+        """Note why nothing of the session's passes is kept; raise where it also makes a restored prefix a wrong one."""
+        self._unknown = self._unknown or reason
+        if spoils_prefix and self._prefix:
+            raise ValueError(
+                f"{reason}; the cache began with {self._prefix} tokens that were computed otherwise: generate without "
+                "the session's cache, or tell the session of padding with attention_mask"
+            )
+
+    def _cut_what_went(self) -> None:
+        """Let go of columns that a crop removed, or that a pass which failed may have overwritten."""
+        failed, self._running = self._running, None
+        for column in (self._past.take_shortest(), None if failed is None else failed.first):
+            if column is None:
+                continue
+            self._cut_prefix(column)
+            if self._passes and self._passes[-1].end > column:
+                self._passes.append(Pass(column, column))
+
+    def _cut_prefix(self, column: int) -> None:
+        self._restored = min(self._restored, column)
+        self._prefix = min(self._prefix, column)
+
+    def _check_batch(self, batch: int, first: int) -> None:
+        if not first:
+            self._batch = batch
+        if batch != self._batch:
+            raise UnsupportedError(
+                f"the forward pass has {batch} sequences, the session's cache {self._batch}; beam search and several "
+                "return sequences are not supported: repeat the prompt in the input_ids of the session"
+            )
+        if batch != len(self._rows):
+            self._keep_nothing(f"a forward pass had {batch} sequences and the session {len(self._rows)}")
+
+    def _begins_with_prompt(self, tokens: torch.Tensor) -> bool:
+        prompts = tokens[:, : self._prompt].cpu().numpy()
+        return len(prompts) == len(self._rows) and all(
+            np.array_equal(prompt[row.pad :], row.tokens) for prompt, row in zip(prompts, self._rows, strict=True)
+        )
+
+    def _look_at_mask(self, mask: Any, running: Pass) -> None:
+        if mask is None:
+            if self._padding.exists:
+                self._keep_nothing("the batch is padded and attention_mask is missing", spoils_prefix=True)
+            return
+        # generate makes masks of four dimensions for a static cache, one for each kind of layer.
+        several = self._prompt_only and isinstance(mask, dict) and len(mask) > 0
+        for each in mask.values() if several else (mask,):
+            if several and each is None and self._is_causal_without(running):
+                continue
+            plain = self._plain(each, running)
+            if plain is None:
+                what = f"of shape {tuple(each.shape)}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
+                self._keep_nothing(f"attention_mask was {what}, so what it hid is not known")
+                return
+            running.require(plain)
+
+    def _is_causal_without(self, running: Pass) -> bool:
+        """Whether the kernel hides the future by itself where a kind of layer is given no mask."""
+        kernel = self._decoder.config._attn_implementation
+        return kernel == "sdpa" and running.first == 0 and running.end > 1 and not self._padding.exists
+
+    def _plain(self, mask: Any, running: Pass) -> torch.Tensor | None:
+        """Whether a mask hides the padding and nothing else, on the device; None for one that cannot be told of."""
+        if not isinstance(mask, torch.Tensor) or mask.shape[0] != len(self._rows):
+            return None
+        self._check_prefix_is_shown(mask)
+        queries, columns = running.end - running.first, mask.shape[-1]
+        if columns != running.end and not (self._prompt_only and columns > running.end):
+            return None
+        if mask.dim() == 2:
+            return self._padding.is_all_that(mask[:, : running.end])
+        if mask.dim() == 4 and self._prompt_only and mask.shape[2] == queries:
+            return self._padding.is_all_besides_the_future(mask, running.first)
+        return None
+
+    def _check_prefix_is_shown(self, mask: torch.Tensor) -> None:
+        if self._prefix_checked or not self._prefix or mask.dim() != 2:
+            return
+        shown = mask[:, : self._prefix]
+        if shown.shape[1] < self._prefix or not bool(self._padding.is_all_that(shown)):
+            self._keep_nothing("attention_mask hid other tokens than the padding of the session", spoils_prefix=True)
+
+    def _look_at_positions(self, positions: Any, running: Pass) -> None:
+        if positions is None:
+            if self._padding.exists:
+                raise ValueError("the batch is padded and position_ids is missing; pass them, padding not counted")
+            return
+        width = running.end - running.first
+        if not isinstance(positions, torch.Tensor) or not self._padding.may_be_positions(positions, width):
+            self._keep_nothing(f"position_ids were not of the shape of input_ids, [{len(self._rows)}, {width}]")
+            return
+        running.positions = [positions.detach().clone()]
+        if self._prefix and not self._prefix_checked and not self._padding.are_positions(positions, running.first):
+            self._keep_nothing(OTHER_POSITIONS, spoils_prefix=True)
+
+    def _look_at_places(self, places: Any, running: Pass) -> None:
+        if places is None:
+            return
+        if not isinstance(places, torch.Tensor) or places.shape != (running.end - running.first,):
+            self._keep_nothing("cache_position was not of the length of input_ids")
+            return
+        running.require((places == torch.arange(running.first, running.end, device=places.device)).all())
 
     def tokens(self, columns: int) -> tuple[list[Tokens], str | None]:
         """Tokens of each sequence whose keys and values the cache has, padding left out.
@@ -134,45 +257,35 @@ class Recorder:
         tuple
             The tokens, and why there are fewer than ``columns``, or None. It waits for the device.
         """
-        known = min(self._past.cached_tokens, columns)
+        self._cut_what_went()
+        if self._prompt_only:
+            # Nobody looked at what came behind.
+            columns = min(columns, self._prompt)
+        known = min(self._restored, columns)
         table = np.zeros((len(self._rows), columns), np.int64)
         for number, row in enumerate(self._rows):
             table[number, row.pad : known] = row.tokens[: max(0, known - row.pad)]
         reason = self._unknown
-        for batch in self._groups:
-            first = batch[0].first
-            if reason is None:
-                reason = self._strange(batch, first)
-            if reason is not None or first > known:
-                break
-            tokens = torch.cat([each.tokens for each in batch], dim=1).cpu().numpy()
-            end = min(first + tokens.shape[1], columns)
-            table[:, first:end] = tokens[:, : max(0, end - first)]
-            known = max(known, end)
+        for each in self._passes if reason is None else ():
+            if each.first > known:
+                continue
+            strange = self._strange(each)
+            if strange is not None:
+                reason = reason or strange
+                known = each.first
+                continue
+            known = min(each.end, columns)
+            if each.tokens:
+                tokens = torch.cat(each.tokens, dim=1).cpu().numpy()
+                table[:, each.first : known] = tokens[:, : max(0, known - each.first)]
         if reason is None and known < columns and not self._prompt_only:
             reason = f"{columns - known} tokens were computed outside of the decoder's forward pass"
         return [table[number, row.pad : known] for number, row in enumerate(self._rows)], reason
 
-    def _strange(self, passes: Sequence[Pass], first: int) -> str | None:
-        """Why keys of these passes are not what plain causal attention over the sequences gives; None if they are."""
-        pads = torch.tensor([row.pad for row in self._rows])
-        for each in passes:
-            if each.tokens.shape[0] != len(self._rows):
-                return f"a forward pass had {each.tokens.shape[0]} sequences and the session {len(self._rows)}"
-        if all(each.positions is not None for each in passes):
-            positions = torch.cat([each.positions for each in passes if each.positions is not None], dim=-1).cpu()
-            columns = torch.arange(first, first + positions.shape[-1])
-            expected = columns - pads[:, None]
-            if not bool(((positions == expected) | (expected < 0)).all()):
-                return "position_ids were not those of the sequences without their padding"
-        for mask in (passes[0].mask, passes[-1].mask):
-            if mask is None:
-                continue
-            if mask.dim() != 2 and self._prompt_only:
-                continue  # generate makes it from the two-dimensional one, for the compiled steps
-            if mask.dim() != 2:
-                return f"attention_mask had {mask.dim()} dimensions, so what it hid is not known"
-            shown = torch.arange(mask.shape[1]) >= pads[:, None]
-            if not bool(((mask.cpu() != 0) == shown).all()):
-                return "attention_mask hid other tokens than the padding on the left"
+    def _strange(self, each: Pass) -> str | None:
+        """Why keys of a pass are not what plain causal attention over the sequences gives; None if they are."""
+        if each.positions and not self._padding.are_positions(torch.cat(each.positions, dim=-1), each.first):
+            return OTHER_POSITIONS
+        if each.plain is not None and not bool(each.plain):
+            return "attention_mask hid other tokens than the padding on the left, or cache_position was another"
         return None

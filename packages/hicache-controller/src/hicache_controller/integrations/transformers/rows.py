@@ -58,7 +58,8 @@ def batch_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}; accepted is [batch, tokens] with a token at least"
         )
-    tokens = input_ids.cpu().numpy().astype(np.int64, copy=False)
+    # A copy: the caller may reuse the tensor before the session ends.
+    tokens = input_ids.cpu().numpy().astype(np.int64, copy=True)
     if attention_mask is None:
         return [Row(row, 0) for row in tokens]
     if attention_mask.shape != input_ids.shape:

@@ -94,6 +94,7 @@ class Session:
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
+                self._recorder.hand_over()
         except BaseException:
             self._end(keep=False)
             raise
