@@ -260,7 +260,7 @@ def in_thread() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
 
 
 @pytest.fixture
-def interrupted_at() -> Callable[[Callable[[], object], int], bool]:
+def interrupted_at() -> Iterator[Callable[[Callable[[], object], int], bool]]:
     """Call a function with Ctrl-C at its nth line of this project; tells whether it came."""
 
     def call(function: Callable[[], object], nth: int) -> bool:
@@ -285,7 +285,9 @@ def interrupted_at() -> Callable[[Callable[[], object], int], bool]:
             sys.settrace(None)
         return False
 
-    return call
+    before = signal.getsignal(signal.SIGINT)
+    yield call
+    signal.signal(signal.SIGINT, before)  # an interrupt may have kept the handler of a block in its place
 
 
 class Master:

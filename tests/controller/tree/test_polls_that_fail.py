@@ -439,11 +439,13 @@ def test_eviction_waits_for_no_backup_but_host_pages_within_the_timeout(make_mod
 
 def test_waiting_for_backups_ends_when_its_time_is_over(make_model: MakeModel, keys_of: KeysOf) -> None:
     model = make_model(storage=MemoryStorage())
+    gate = model.gate("set")
+    gate.close()
     insert(model, keys_of((1, 2)))
-    while not model.cache._backups:
-        model.cache.poll(wait=True)
+    while not model.cache._backups or model.cache._writes:
+        model.cache.poll()
     assert not model.cache._wait(backups_until=time.monotonic())
-    assert model.cache._backups
+    gate.open()
     assert model.cache._wait(backups_until=time.monotonic() + 30)
     assert not model.cache._backups
     model.empty()
