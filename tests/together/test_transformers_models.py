@@ -14,11 +14,12 @@ pytest.importorskip("transformers")
 
 import transformers
 from tests.together import transformers_families as fam
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from hicache_controller.integrations.transformers import HiCache, UnsupportedError
+from hicache_controller.integrations.transformers import model_layout as layout_module
 from hicache_controller.integrations.transformers.identity import model_fingerprint
-from hicache_controller.integrations.transformers.model_layout import EMPTY_LAYER, model_layout
+from hicache_controller.integrations.transformers.model_layout import LayerLayout, model_layout
 from hicache_controller.storage import Fingerprint, HiCacheStorage, MemoryStorage
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.file import FileStorage
@@ -85,21 +86,24 @@ class TestModels:
         with pytest.raises(UnsupportedError, match="layer 0 left its LinearAttentionLayer empty"):
             fam.open_cache(recurrent_gemma())
 
-    @pytest.mark.parametrize("kind", ["layer", "type"])
-    def test_layers_that_keep_nothing_by_design_are_taken(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layers_that_keep_nothing_by_design_are_taken(self) -> None:
         model = fam.make_model("llama", seed=1)
         # A decoder whose second layer is no attention: what stands for it in the cache stays empty.
         del model.model.layers[1].self_attn
         model.model.layers[1].forward = lambda hidden_states, *_, **__: hidden_states
-        if kind == "type":  # of versions of transformers without a layer for it
-            model.config.layer_types = ["full_attention", "moe", "full_attention"]
-            monkeypatch.setitem(DYNAMIC_LAYER_TYPE_MAPPING, "moe", LinearAttentionLayer)
-        else:
-            model.config.layer_types = ["full_attention", "dummy", "full_attention"]
-            assert type(transformers.DynamicCache(config=model.config).layers[1]).__name__ == EMPTY_LAYER
+        model.config.layer_types = ["full_attention", "dummy", "full_attention"]
         layout = model_layout(model)
         assert layout.full == (0, 2)
         assert layout.layers[1].kind is None
+
+    @pytest.mark.parametrize(
+        ("layer_type", "accepted"), [("moe", True), ("mlp", True), ("mamba", False), (None, False)]
+    )
+    def test_versions_without_a_layer_for_that_tell_it_by_its_type(
+        self, layer_type: str | None, accepted: bool
+    ) -> None:
+        with contextlib.nullcontext() if accepted else pytest.raises(UnsupportedError, match="layer 3 left its Linear"):
+            assert layout_module._layer_layout(3, LinearAttentionLayer(), layer_type) == LayerLayout()
 
     @pytest.mark.parametrize(
         ("make", "message"),

@@ -268,18 +268,27 @@ class TestALoadThatFailsAtOnce:
             session.__exit__(None, None, None)
             check_nothing_lost(cache)
 
+    @pytest.mark.parametrize("on_device", [0, 16])
     @pytest.mark.parametrize("model", ["llama", "mistral"], indirect=True)
-    def test_a_batch_uses_what_every_sequence_has(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_batch_uses_what_every_sequence_has(
+        self, model: Any, on_device: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         prompts = fam.random_tokens(45, batch=2)
         with fam.open_cache(model) as cache:
             for prompt in prompts.split(1):
+                fam.keep(cache, prompt[:, :17], 16)
                 fam.keep(cache, prompt[:, :41], 40)
             fam.evict(cache)
-            check_served(cache, prompts[:1, :41], 40)  # the first sequence is on the device, the second is not
+            # The first sequence is on the device, of the second only the beginning.
+            check_served(cache, prompts[:1, :41], 40)
+            if on_device:
+                check_served(cache, prompts[1:, :17], 16)
             session, past = self.enter(cache, monkeypatch, prompts)
-            assert past.cached_tokens == 0
-            assert [hit.tokens for hit in past.hits] == [0, 0]
-            logits = fam.forward(model, prompts, past)
+            # The window of the first one is that of its end, so it cannot be continued at the second one's.
+            usable = 0 if model.config.model_type == "mistral" else on_device
+            assert past.cached_tokens == usable
+            assert [hit.tokens for hit in past.hits] == [usable, usable]
+            logits = fam.forward(model, prompts[:, usable:], past)
             fresh = fam.forward(model, prompts, fam.DynamicCache(config=model.config))
             torch.testing.assert_close(logits[:, -1], fresh[:, -1])
             session.__exit__(None, None, None)

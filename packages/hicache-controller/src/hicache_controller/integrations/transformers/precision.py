@@ -44,7 +44,7 @@ class AutocastWatch:
         self._hooks.clear()
 
     def _look(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if options.get("cache", options.get("past_key_values")) is self._past:
+        if any(value is self._past for value in (*arguments, *options.values())):
             self.seen = self.seen or torch.is_autocast_enabled(self._device_type)
 
 
