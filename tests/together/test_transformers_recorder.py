@@ -461,6 +461,35 @@ class TestWhatDoesNotFitARestoredPrefix:
             fam.forward(cache.model, longer, past)
 
 
+def test_a_session_computes_nothing_of_a_prompt_with_images_by_itself() -> None:
+    qwen = pytest.importorskip("transformers.models.qwen3_5")
+    recurrent = fam.FAMILIES["qwen3_next"][3]
+    text = fam.COMMON | {name: value for name, value in recurrent.items() if name.startswith(("head", "l"))}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
+    image = fam.VOCABULARY - 1
+    with torch.random.fork_rng():
+        config = qwen.Qwen3_5Config(text_config=text, vision_config=vision, image_token_id=image)
+        model = qwen.Qwen3_5ForConditionalGeneration(config).eval()
+    words = fam.random_tokens(41).clamp(max=image - 5)
+    prompt = torch.cat([words[:, :5], torch.full((1, 4), image), words[:, 5:]], 1)
+    options = {
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": (prompt == image).long(),
+        "max_new_tokens": 4,
+        "do_sample": False,
+    }
+    expected = model.generate(prompt, **options)
+    with fam.open_cache(model) as cache:
+        for _ in range(2):
+            with cache.session(prompt) as past:
+                assert past.get_seq_length() == 0
+                assert torch.equal(model.generate(prompt, past_key_values=past, **options), expected)
+        assert cache.stats().device_tokens == 0
+        fam.check(cache)
+
+
 @pytest.mark.parametrize("model", ["falcon_h1", "qwen3_next"], indirect=True)
 @pytest.mark.parametrize("restored", [False, True])
 def test_beams_that_nobody_told_of_are_named_for_states_as_well(model: Any, restored: bool) -> None:

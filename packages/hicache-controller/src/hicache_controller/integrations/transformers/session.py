@@ -233,6 +233,8 @@ class Session:
         """Run the prompt up to each checkpoint: a recurrent state can be saved only where a forward pass ends."""
         if self._checkpoints is None or self._tiers.states is None:
             return
+        if not self._tiers.layout.given_tokens:
+            return  # Some of the tokens stand for an image, which the session does not have.
         device = self._tiers.layout.device
         ids = self._input_ids.to(device)
         mask = None if self._attention_mask is None else self._attention_mask.to(device)
