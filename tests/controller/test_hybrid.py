@@ -252,6 +252,27 @@ def test_a_pool_that_fails_in_the_middle_loses_no_slot_of_any(make_hybrid, monke
     assert same(stack.loaded(host, states), rows)
 
 
+def test_slots_of_every_other_pool_go_back_where_the_engine_does_not_take_one_pools(make_hybrid):
+    stack = make_hybrid()
+    host, states, _ = stack.written(3, 2)
+    stack.hosts["mamba"].load_to_device_per_layer = None  # not callable: the load fails
+    entry = stack.group.get_entry("kv")
+    free, refusals = entry.device_free_fn, [RuntimeError("the engine does not take them")]
+
+    def refusing(slots):
+        if refusals:
+            raise refusals.pop()
+        free(slots)
+
+    entry.device_free_fn = refusing
+    stack.controller.load(host, node_id=1, pool_transfers=[PoolTransfer("mamba", host_indices=states)])
+    stack.controller.start_loading()
+    with pytest.raises(RuntimeError, match="does not take them"):
+        stack.controller.poll_loads(wait=True)
+    assert stack.used() == used(3, 0, 3, 2)
+    assert stack.controller.poll_loads()[0].error is not None
+
+
 def test_cancelled_operations_give_slots_of_every_pool_back(make_hybrid):
     stack = make_hybrid()
     host, states, rows = stack.written(3, 2)

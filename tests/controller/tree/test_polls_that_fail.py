@@ -468,3 +468,38 @@ def test_waiting_for_backups_ends_when_its_time_is_over(make_model: MakeModel, k
     assert model.cache._wait(backups_until=time.monotonic() + 30)
     assert not model.cache._backups
     model.empty()
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["device", "host"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_listener_that_raises_as_pages_leave_has_them_gone_once(
+    make_model: MakeModel, keys_of: KeysOf, device: bool, nth: int
+) -> None:
+    leaving = Raising(lambda: None, 10**6)
+
+    def listener(event: Any) -> None:
+        if event.change is Change.REMOVED:
+            leaving()
+
+    model = make_model(device_pages=20, host_pages=20, windows=(8, 8), listener=listener)
+    cache = model.cache
+    for words in ((1, 2), (1, 3), (7, 8)):
+        insert(model, keys_of(words))
+    cache.drain()
+    if not device:
+        cache.evict_device(100)
+        cache.evict_window_device("swa", 100)
+    leaving.left = nth
+    evict, evict_window = (
+        (cache.evict_device, cache.evict_window_device) if device else (cache.evict_host, cache.evict_window_host)
+    )
+    raised = 0
+    for _ in range(10):
+        for step in (partial(evict, 1), partial(evict_window, "swa", 1)):
+            try:
+                step()
+            except MemoryError:
+                raised += 1
+            cache.check_integrity()
+    assert raised == 1
+    model.empty()

@@ -13,6 +13,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
 from .controller import HiCacheController
 from .events import Event
+from .first_error import FirstError
 from .in_flight import Access, Place, Side, Use, page_granules
 from .indices import check_indices, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
@@ -317,13 +318,16 @@ class HybridCacheController(HiCacheController):
                     self._host_slots.give_back(self.host_group.get_entry(transfer.name), indices)
 
     def _give_back_load(self, operation: CacheOperation) -> None:
-        super()._give_back_load(operation)
-        for transfer in operation.pool_transfers:
-            indices = transfer.device_indices
-            if transfer.device_from_group and indices is not None:
-                transfer.device_indices, transfer.device_from_group = None, False
-                if transfer.indices_from_pool is None:
-                    self.host_group.free_device(indices, transfer.name)
+        with FirstError() as errors:
+            with errors.kept():
+                super()._give_back_load(operation)
+            for transfer in operation.pool_transfers:
+                indices = transfer.device_indices
+                if transfer.device_from_group and indices is not None:
+                    transfer.device_indices, transfer.device_from_group = None, False
+                    if transfer.indices_from_pool is None:
+                        with errors.kept():
+                            self.host_group.free_device(indices, transfer.name)
 
 
 def _own_indices_of(transfers: Sequence[PoolTransfer]) -> None:

@@ -17,6 +17,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
 from .in_flight import Access, Use
+from .interrupts import interruptibly
 from .operations import StorageAck
 from .storage.base import HiCacheStorage, RemovalListener
 from .storage_worker import (
@@ -355,7 +356,7 @@ class StorageLink:
         seen = -1
         while backup.stored_pages > seen:
             seen = backup.stored_pages
-            if backup.host_ready.synchronize(self.settings.timeout_seconds):
+            if interruptibly(lambda: backup.host_ready.synchronize(self.settings.timeout_seconds)):
                 return
         self._overdue_backup = backup
         self._metrics.count("storage_timeouts", operation="backup")

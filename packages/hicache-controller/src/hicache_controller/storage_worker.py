@@ -16,7 +16,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy
 
 from .agreement import Agreement
 from .events import Event, HostSignal, wait_until_done
-from .interrupts import interrupts_held_back
+from .interrupts import interruptibly, interrupts_held_back
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
 from .storage.base import HiCacheStorage
@@ -351,10 +351,7 @@ class StorageThread(Generic[Task]):
             self._run(task)
             return True
         with self._changed:
-            admitted = self._changed.wait_for(
-                lambda: self.stopping.is_set() or not self._tasks or self._depth + task.pages <= self._queue_pages,
-                timeout,
-            )
+            admitted = interruptibly(lambda: self._changed.wait_for(lambda: self._admits(task), timeout))
             if not admitted or self.stopping.is_set():
                 return False
             with interrupts_held_back():  # it is this thread's to read from exactly when it counts as queued
@@ -363,6 +360,9 @@ class StorageThread(Generic[Task]):
                 self._depth += task.pages
                 self._changed.notify_all()
         return True
+
+    def _admits(self, task: Task) -> bool:
+        return self.stopping.is_set() or not self._tasks or self._depth + task.pages <= self._queue_pages
 
     def drain(self, timeout: float) -> bool:
         """Block until nothing waits or runs, at most ``timeout`` seconds; tell whether that came."""

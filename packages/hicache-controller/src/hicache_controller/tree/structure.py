@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..controller import HiCacheController
+from ..first_error import FirstError
 from ..hashing import Namespace
 from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
@@ -290,11 +291,13 @@ class TreeStructure:
         self.windows[part.name].offer(upper)
 
     def _remove(self, node: TreeNode) -> None:
-        for part in node.windows:
-            self._drop_window(part, device=True)
-            self._drop_window(part, device=False)
-        if node.parent is not None:
-            node.parent.remove_child(node)
+        with FirstError() as errors:
+            for part in node.windows:
+                for device in (True, False):
+                    with errors.kept():
+                        self._drop_window(part, device=device)
+            if node.parent is not None:
+                node.parent.remove_child(node)
 
     # Parts of nodes
 
@@ -329,23 +332,27 @@ class TreeStructure:
 
     def _drop_device(self, node: TreeNode) -> None:
         """Take a node off the device, and out of the tree where it is in no tier then."""
-        if node.device is not None:
-            self.controller.evict_device(self._slots(unpack(node.device)))
-            if node.load is None:
-                self._tell(Change.REMOVED, Tier.DEVICE, node)
-            self._clear_device(node)
-        if node.host is None:
-            self._remove(node)
+        try:
+            if node.device is not None:
+                self.controller.evict_device(self._slots(unpack(node.device)))
+                self._clear_device(node)
+                if node.load is None:
+                    self._tell(Change.REMOVED, Tier.DEVICE, node)
+        finally:  # also where a listener raises
+            if node.device is None and node.host is None:
+                self._remove(node)
 
     def _drop_host(self, node: TreeNode) -> None:
         """Take a node off the host, and out of the tree where it is in no tier then."""
-        if node.host is not None:
-            self.controller.evict_host(self._slots(unpack(node.host)))
-            if node.write is None:
-                self._tell(Change.REMOVED, Tier.HOST, node)
-            self._clear_host(node)
-        if node.device is None:
-            self._remove(node)
+        try:
+            if node.host is not None:
+                self.controller.evict_host(self._slots(unpack(node.host)))
+                self._clear_host(node)
+                if node.write is None:
+                    self._tell(Change.REMOVED, Tier.HOST, node)
+        finally:  # also where a listener raises
+            if node.device is None and node.host is None:
+                self._remove(node)
 
     def _drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Give back one side of a window part; returns its pages."""
@@ -356,15 +363,15 @@ class TreeStructure:
         slots = self.windows[part.name].converter.slots(pages)
         if device:
             self.controller.evict_device(slots, pool=part.name)
-            if part.load is None:
-                self._tell_window(Change.REMOVED, Tier.DEVICE, part, len(pages))
-            part.device = None
+            part.device, moving = None, part.load is not None
         else:
             self.controller.evict_host(slots, pool=part.name)
-            if part.write is None:
-                self._tell_window(Change.REMOVED, Tier.HOST, part, len(pages))
-            part.host, part.stored = None, False
-        self._forget_empty(part)
+            part.host, part.stored, moving = None, False, part.write is not None
+        try:
+            if not moving:
+                self._tell_window(Change.REMOVED, Tier.DEVICE if device else Tier.HOST, part, len(pages))
+        finally:  # also where a listener raises
+            self._forget_empty(part)
         return len(pages)
 
     @staticmethod
