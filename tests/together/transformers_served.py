@@ -1,0 +1,31 @@
+"""What a cache serves of a prompt, and sessions that compute one in a single pass."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from tests.together import transformers_families as fam
+from transformers import DynamicCache
+
+from hicache_controller.integrations.transformers import HiCache
+
+
+def served(cache: HiCache, tokens: torch.Tensor) -> int:
+    """Tokens that are restored of a prompt with three more behind it; what follows them must be as computed anew."""
+    prompt = torch.cat([tokens, fam.random_tokens(3)], 1)
+    count = -1
+    with contextlib.suppress(fam.LeftError), cache.session(prompt, checkpoints=()) as past:
+        count = past.cached_tokens
+        logits = fam.forward(cache.model, prompt[:, count:], past)
+        fresh = fam.forward(cache.model, prompt, DynamicCache(config=cache.model.config))
+        torch.testing.assert_close(logits, fresh[:, count:])
+        raise fam.LeftError
+    return count
+
+
+def compute(cache: HiCache, prompt: torch.Tensor, **options: Any) -> None:
+    """Compute a prompt in one pass through a session, which keeps it."""
+    with cache.session(prompt, **options) as past:
+        fam.forward(cache.model, prompt, past)
