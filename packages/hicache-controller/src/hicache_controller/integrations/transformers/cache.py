@@ -269,8 +269,11 @@ class HiCache:
         RuntimeError
             If the cache is closed, the model is in training mode, or, on entry, its weights have changed.
         UnsupportedError
-            For beams, several return sequences, quantized and offloaded caches; on entry, for padding that is not on
-            the left and for a static cache of a model that keeps more than full attention.
+            For beams, several return sequences, prompt lookup, quantized and offloaded caches; on entry, for padding
+            that is not on the left and for a static cache of a model that keeps more than full attention.
+        ValueError
+            In the forward pass: for a mask, positions or arguments that make a restored prefix a wrong one, and for the
+            whole prompt given again behind it.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
