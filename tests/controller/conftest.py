@@ -181,6 +181,17 @@ class Stack:
         self.controller.evict_device(device)
         return host, rows
 
+    def stored(self, pages: int, node_id: int = 0) -> tuple[list[bytes], list[torch.Tensor]]:
+        """Keys of pages that are in storage and nowhere else, and the bytes of their rows."""
+        host, rows = self.written(pages)
+        keys = self.keys(pages)
+        self.controller.backup(host, keys, parents=[None, *keys[:-1]], node_id=node_id)
+        (ack,) = self.controller.poll_backups(wait=True)
+        assert (ack.stored_pages, ack.error) == (pages, None)
+        self.controller.evict_host(host)
+        self.host_pool.buffer.random_(0, 256)
+        return keys, rows
+
     def loaded(self, host: torch.Tensor, node_id: int = 0) -> list[torch.Tensor]:
         """Rows of host slots, by way of the device."""
         device = self.controller.load(host, node_id=node_id)

@@ -2,12 +2,10 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
 
-from hicache_controller.events import HostSignal
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
@@ -18,23 +16,11 @@ from hicache_pools.host_pools import MHATokenToKVPoolHost
 QUICK = StorageSettings(retry_seconds=0, batch_pages=2)
 
 
-def stored(stack, pages, node_id=0):
-    """Keys of pages that are in storage and nowhere else, and the bytes of their rows."""
-    host, rows = stack.written(pages)
-    keys = stack.keys(pages)
-    stack.controller.backup(host, keys, parents=[None, *keys[:-1]], node_id=node_id)
-    (ack,) = stack.controller.poll_backups(wait=True)
-    assert (ack.stored_pages, ack.error) == (pages, None)
-    stack.controller.evict_host(host)
-    stack.host_pool.buffer.random_(0, 256)
-    return keys, rows
-
-
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_pages_survive_in_storage_bit_for_bit(make_stack, layout, synchronous):
     stack = make_stack(layout=layout, synchronous=synchronous, storage=True, storage_settings=QUICK)
-    keys, rows = stored(stack, 5, node_id=9)
+    keys, rows = stack.stored(5, node_id=9)
     assert stack.controller.storage_exists([*keys, *stack.keys(2)]) == 5
     host = stack.group.alloc(20)
     operation = stack.controller.prefetch(host, keys, request_id="r")
@@ -64,7 +50,7 @@ def test_acks_of_backups_come_in_order_and_once(make_stack):
 @pytest.mark.parametrize("hole", [0, 1, 2, 3, 4])
 def test_a_hole_ends_the_hit(make_stack, hole):
     stack = make_stack(storage=True, storage_settings=QUICK)
-    keys, rows = stored(stack, 5)
+    keys, rows = stack.stored(5)
     wanted = list(keys)
     wanted[hole] = stack.keys(1)[0]
     host = stack.group.alloc(20)
@@ -77,7 +63,7 @@ def test_a_hole_ends_the_hit(make_stack, hole):
 
 def test_a_cancelled_prefetch_keeps_what_has_come(make_stack):
     stack = make_stack(storage=True, storage_settings=QUICK)
-    keys, rows = stored(stack, 6)
+    keys, rows = stack.stored(6)
     gate = stack.storage.get_gate
     gate.close()
     host = stack.group.alloc(24)
@@ -96,7 +82,7 @@ def test_a_cancelled_prefetch_keeps_what_has_come(make_stack):
 
 def test_a_prefetch_does_not_hold_up_writes_loads_or_backups(make_stack):
     stack = make_stack(storage=True)
-    keys, _ = stored(stack, 2)
+    keys, _ = stack.stored(2)
     stack.storage.get_gate.close()
     host = stack.group.alloc(8)
     operation = stack.controller.prefetch(host, keys, request_id="r")
@@ -124,7 +110,7 @@ def test_a_rank_without_room_takes_part_with_no_pages(make_stack):
 def gated_prefetch(make_stack, policy, **settings):
     settings = StorageSettings(prefetch_policy=policy, batch_pages=2, retry_seconds=0, **settings)
     stack = make_stack(storage=True, storage_settings=settings)
-    keys, _ = stored(stack, 4)
+    keys, _ = stack.stored(4)
     gate = stack.storage.get_gate
     gate.close()
     operation = stack.controller.prefetch(stack.group.alloc(16), keys, request_id="r")
@@ -216,7 +202,7 @@ def test_a_backup_that_finds_no_room_in_time_fails_and_frees_its_slots(make_stac
 
 def test_a_prefetch_that_finds_no_room_has_no_pages(make_stack):
     stack = make_stack(storage=True, storage_settings=StorageSettings(prefetch_queue_pages=1))
-    keys, _ = stored(stack, 1)
+    keys, _ = stack.stored(1)
     stack.storage.get_gate.close()
     first = stack.controller.prefetch(stack.group.alloc(4), keys, request_id="running")
     stack.storage.get_gate.wait_entered()
@@ -265,7 +251,7 @@ def test_a_page_that_keeps_failing_ends_the_backup_behind_a_complete_prefix(make
 
 def test_a_load_from_storage_that_fails_is_no_hit(make_stack):
     stack = make_stack(storage=True, storage_settings=QUICK)
-    keys, rows = stored(stack, 4)
+    keys, rows = stack.stored(4)
     stack.storage.get_gate.failures = 1
     host = stack.group.alloc(16)
     assert stack.controller.prefetch(host, keys, request_id="r").wait() == 0
@@ -274,91 +260,6 @@ def test_a_load_from_storage_that_fails_is_no_hit(make_stack):
     stack.storage.exists_gate.failures = 1
     assert stack.controller.storage_exists(keys) == 0
     assert stack.controller.storage_exists(keys) == 4
-
-
-def test_storage_that_hangs_is_a_miss_and_is_left_alone_for_a_while(make_stack):
-    settings = StorageSettings(timeout_seconds=0.01, back_off_seconds=1000)
-    stack = make_stack(storage=True, storage_settings=settings)
-    keys, _ = stored(stack, 2)
-    stack.storage.exists_gate.close()
-    assert stack.controller.storage_exists(keys) == 0
-    calls = stack.storage.exists_gate.calls
-    assert stack.controller.storage_exists(keys) == 0
-    stack.storage.exists_gate.open()
-    stack.controller.storage._attached.lookups.drain(30)
-    assert stack.storage.exists_gate.calls == calls + 1
-    assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="exists") == 1
-    stack.controller.storage._quiet_until = time.monotonic()
-    assert stack.controller.storage_exists(keys) == 2
-
-
-def test_nobody_waits_for_storage_while_a_lookup_that_hangs_is_out(make_stack):
-    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01, back_off_seconds=0))
-    keys, _ = stored(stack, 2)
-    stack.storage.exists_gate.close()
-    assert [stack.controller.storage_exists(keys) for _ in range(5)] == [0] * 5
-    assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="exists") == 1
-    stack.storage.exists_gate.open()
-    stack.controller.storage._attached.lookups.drain(30)
-    assert stack.controller.storage_exists(keys) == 2
-
-
-def test_a_backup_that_hangs_is_waited_for_once_and_within_the_timeout(make_stack):
-    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
-    host, _ = stack.written(2)
-    stack.storage.set_gate.close()
-    stack.controller.backup(host, stack.keys(2), node_id=5)
-    assert [stack.controller.poll_backups(wait=True) for _ in range(5)] == [[]] * 5
-    assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="backup") == 1
-    assert stack.controller.evict_host(host) == 0
-    stack.storage.set_gate.open()
-    stack.controller.storage._attached.backups.drain(30)
-    (ack,) = stack.controller.poll_backups(wait=True)
-    assert (ack.node_id, ack.stored_pages, ack.error) == (5, 2, None)
-    assert stack.used() == (0, 0)
-
-
-def test_a_slow_backup_is_waited_for_as_long_as_it_gets_on(make_stack, monkeypatch):
-    stack = make_stack(storage=True)
-    host, _ = stack.written(2)
-    stack.storage.set_gate.close()
-    stack.controller.backup(host, stack.keys(2), node_id=5)
-    (backup,) = stack.controller.storage._backups
-    synchronize, waits = HostSignal.synchronize, []
-
-    def slow(signal, timeout=None):
-        if signal is not backup.host_ready:
-            return synchronize(signal, timeout)
-        waits.append(timeout)
-        if len(waits) < 4:
-            backup.stored_pages = len(waits)
-            return False
-        backup.stored_pages = 0
-        stack.storage.set_gate.open()
-        return synchronize(signal, timeout)
-
-    monkeypatch.setattr(HostSignal, "synchronize", slow)
-    (ack,) = stack.controller.poll_backups(wait=True)
-    assert waits == [stack.controller.storage.settings.timeout_seconds] * 4
-    assert (ack.stored_pages, ack.error) == (2, None)
-
-
-def test_acks_of_a_new_storage_do_not_wait_for_one_that_hung_when_it_was_detached(make_stack):
-    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
-    host, _ = stack.written(4)
-    stack.storage.set_gate.close()
-    stack.controller.backup(host[:8], stack.keys(2), node_id=1)
-    stack.storage.set_gate.wait_entered()
-    stack.controller.detach_storage_backend()
-    stack.controller.attach_storage_backend(MemoryStorage())
-    stack.controller.backup(host[8:], stack.keys(2), node_id=2)
-    acks = []
-    while len(acks) < 2:
-        acks += stack.controller.poll_backups(wait=True)
-    assert [(ack.node_id, ack.stored_pages) for ack in acks] == [(1, 0), (2, 2)]
-    assert "detached" in str(acks[0].error)
-    assert stack.controller.evict_host(host) == 8
-    stack.storage.set_gate.open()
 
 
 def test_a_backup_whose_wait_for_room_is_interrupted_leaves_nothing(make_stack, monkeypatch):
@@ -385,37 +286,6 @@ def test_a_backup_whose_wait_for_room_is_interrupted_leaves_nothing(make_stack, 
         acks += stack.controller.poll_backups(wait=True)
     assert [ack.node_id for ack in acks] == [0, 1]
     assert not stack.controller.poll_backups(wait=True)
-
-
-def test_slots_of_a_prefetch_that_hangs_stay_in_flight_until_storage_answers(make_stack):
-    stack = make_stack(storage=True, storage_settings=StorageSettings(timeout_seconds=0.01))
-    keys, _ = stored(stack, 2)
-    stack.storage.get_gate.close()
-    host = stack.group.alloc(8)
-    operation = stack.controller.prefetch(host, keys, request_id="r")
-    assert operation.wait() == 0
-    assert stack.controller.evict_host(host) == 0
-    assert stack.used() == (0, 2)
-    stack.storage.get_gate.open()
-    operation.host_ready.synchronize()
-    stack.controller.poll_backups()
-    assert stack.used() == (0, 0)
-    assert operation.completed_pages == 0
-
-
-def test_what_came_before_a_prefetch_hung_does_not_count_as_a_load_would_wait_for_the_rest(make_stack):
-    settings = StorageSettings(timeout_seconds=0.01, batch_pages=1, prefetch_policy="wait_complete")
-    stack = make_stack(storage=True, storage_settings=settings)
-    keys, _ = stored(stack, 2)
-    stack.storage.get_gate.close()
-    host = stack.group.alloc(8)
-    operation = stack.controller.prefetch(host, keys, request_id="r")
-    stack.storage.get_gate.wait_entered()
-    operation.progress(1)
-    assert stack.controller.finish_prefetch(operation) == 0
-    stack.storage.get_gate.open()
-    operation.host_ready.synchronize()
-    assert operation.completed_pages == 0
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
@@ -476,7 +346,7 @@ def test_a_backend_of_tensors_works_too(make_stack):
     backend = TensorStorage()
     stack.controller.attach_storage_backend(backend)
     assert backend.pools == {"kv": stack.host_pool}
-    keys, rows = stored(stack, 4)
+    keys, rows = stack.stored(4)
     assert stack.controller.storage_exists(keys) == 4
     host = stack.group.alloc(20)
     assert stack.controller.prefetch(host, [*keys, *stack.keys(1)], request_id="r").wait() == 4
@@ -551,7 +421,7 @@ def test_every_pool_is_registered_by_name_later_ones_too(make_stack):
 
 def test_detach_finishes_backups_and_cancels_prefetches_in_flight(make_stack, in_thread, monkeypatch):
     stack = make_stack(storage=True, storage_settings=QUICK)
-    keys, rows = stored(stack, 6)
+    keys, rows = stack.stored(6)
     host, _ = stack.written(4)
     more = stack.keys(4)
     stack.storage.get_gate.close()
@@ -585,7 +455,7 @@ def test_detach_finishes_backups_and_cancels_prefetches_in_flight(make_stack, in
 
 def test_shutdown_with_storage_in_flight_loses_no_slot(make_stack):
     stack = make_stack(storage=True, storage_settings=QUICK)
-    keys, _ = stored(stack, 2)
+    keys, _ = stack.stored(2)
     host, _ = stack.written(3)
     operation = stack.controller.prefetch(stack.group.alloc(8), keys, request_id="r")
     stack.controller.backup(host, stack.keys(3), node_id=1)
