@@ -61,13 +61,37 @@ class TestMasks:
                 fam.forward(cache.model, tokens[:, begin:end], past, position_ids=positions, **options)
         assert served(cache, tokens) == 0
 
-    @pytest.mark.parametrize("length", [10, 30])
-    def test_a_mask_of_another_length_is_not_trusted(self, cache: HiCache, length: int) -> None:
+    @pytest.mark.parametrize(("length", "hidden"), [(10, None), (30, 26), (30, 3)])
+    def test_a_mask_of_another_length_is_not_trusted(self, cache: HiCache, length: int, hidden: int | None) -> None:
         tokens = fam.random_tokens(24)
         mask = torch.ones(1, length, dtype=torch.int64)
+        if hidden is not None:
+            mask[0, hidden] = 0
         with cache.session(tokens) as past:
             fam.forward(cache.model, tokens, past, attention_mask=mask, position_ids=torch.arange(24)[None])
         assert served(cache, tokens) == 0
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_a_longer_mask_that_shows_everything_is_as_good_as_none_without_padding(
+        self, cache: HiCache, padded: bool
+    ) -> None:
+        pad, tokens = 4 if padded else 0, fam.random_tokens(44)
+        mask = torch.ones(1, 64, dtype=torch.int64)
+        mask[0, :pad] = 0
+        positions = (torch.arange(44)[None] - pad).clamp(0)
+        with cache.session(tokens[:, :16], attention_mask=mask[:, :16]) as past:
+            for begin, end in ((0, 16), (16, 30), (30, 43), (43, 44)):
+                fam.forward(
+                    cache.model, tokens[:, begin:end], past, attention_mask=mask, position_ids=positions[:, begin:end]
+                )
+        assert served(cache, tokens[:, pad:]) == (0 if padded else 40)
+
+    def test_a_prompt_that_begins_again_behind_its_prefix_is_told(self, cache: HiCache) -> None:
+        tokens = fam.random_tokens(44)
+        fam.keep(cache, tokens, 44)
+        again = pytest.raises(ValueError, match="attention_mask has 16 columns and the cache began with 40")
+        with again, cache.session(tokens) as past:
+            fam.forward(cache.model, tokens[:, :16], past, attention_mask=torch.ones(1, 16, dtype=torch.int64))
 
     def test_a_padded_batch_without_its_mask_is_not_kept(self, cache: HiCache) -> None:
         tokens = fam.random_tokens(44)

@@ -209,7 +209,9 @@ class Recorder:
         self._check_prefix_is_shown(mask)
         queries, columns = running.end - running.first, mask.shape[-1]
         if columns != running.end and not (self._prompt_only and columns > running.end):
-            return None
+            # Kernels differ in which columns of a longer one they leave out, which is the same where all are shown.
+            whole = columns > running.end and mask.dim() == 2 and not self._padding.exists
+            return self._padding.is_all_that(mask) if whole else None
         if mask.dim() == 2:
             return self._padding.is_all_that(mask[:, : running.end])
         if mask.dim() == 4 and self._prompt_only and mask.shape[2] == queries:
@@ -220,7 +222,13 @@ class Recorder:
         if self._prefix_checked or not self._prefix or mask.dim() != 2:
             return
         shown = mask[:, : self._prefix]
-        if shown.shape[1] < self._prefix or not bool(self._padding.is_all_that(shown)):
+        if shown.shape[1] < self._prefix:
+            raise ValueError(
+                f"attention_mask has {shown.shape[1]} columns and the cache began with {self._prefix}; the pass begins "
+                "with the prompt again, as those of generate with prefill_chunk_size do in older transformers: leave "
+                "that out"
+            )
+        if not bool(self._padding.is_all_that(shown)):
             self._keep_nothing("attention_mask hid other tokens than the padding of the session", spoils_prefix=True)
 
     def _look_at_positions(self, positions: Any, running: Pass) -> None:
