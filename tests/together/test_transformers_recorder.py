@@ -99,6 +99,19 @@ class TestRewinds:
         turned = torch.cat([prompt[:, :16], other[:, :13], other[:, :3]], 1)
         assert served(cache, turned) == (16 if static or not seen else 32)
 
+    @either
+    def test_a_crop_to_a_length_counts_as_that_length(self, cache: HiCache, static: bool) -> None:
+        prompt, other = fam.random_tokens(40), fam.random_tokens(32)
+        with cache.session(prompt, max_cache_len=64 if static else None) as past:
+            fam.forward(cache.model, prompt, past)
+            try:
+                past.crop(8)
+            except (RuntimeError, ValueError) as error:
+                assert past.get_seq_length() == 40
+                pytest.skip(f"this version of transformers is told how much to remove alone: {error}")
+            fam.forward(fam.make_model("llama", seed=1), other, past)
+        assert served(cache, prompt) == 8
+
     @static_crops
     def test_a_static_cache_that_was_reset_keeps_nothing_from_before(self, cache: HiCache) -> None:
         prompt, other = fam.random_tokens(40), fam.random_tokens(40)

@@ -46,18 +46,24 @@ class Rewinds:
         return None if shortest is None else int(shortest)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; the number is negative."""
-        left = self.get_seq_length() - abs(tokens_to_remove)  # type: ignore[attr-defined]
-        if self._shortest is not None:
-            # The length of a static cache is on the device, and stays there.
-            left = left.clamp(max=self._shortest) if isinstance(left, torch.Tensor) else min(left, self._shortest)
-        self._shortest = left
-        super().crop(tokens_to_remove)  # type: ignore[misc]
+        """Remove the last tokens; the number is negative (older transformers take a positive one for what stays)."""
+        try:
+            super().crop(tokens_to_remove)  # type: ignore[misc]
+        finally:
+            self._note(self.get_seq_length())  # type: ignore[attr-defined]
 
     def reset(self) -> None:
         """Forget everything."""
-        self._shortest = 0
+        self._note(0)
         super().reset()  # type: ignore[misc]
+
+    def _note(self, left: torch.Tensor | int) -> None:
+        if isinstance(left, torch.Tensor):
+            # The length of a static cache is on the device and stays there; the cache changes it in place.
+            left = left.clone() if self._shortest is None else left.clamp(max=self._shortest)
+        elif self._shortest is not None:
+            left = min(left, int(self._shortest))
+        self._shortest = left
 
 
 class PastCache(Rewinds, DynamicCache):
