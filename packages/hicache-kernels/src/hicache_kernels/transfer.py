@@ -16,7 +16,7 @@ from .indices import IndexReader, OperationIndices
 from .layout import HostLayout, HostStrides
 from .movers import NO_EVENTS, DirectMover, StagedMover
 from .plane import Plane, check_planes
-from .probe import load_module, unavailable_reason
+from .probe import load_module, unavailable_reason, warn_once
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
@@ -30,11 +30,6 @@ MOST_PLANS = 1024
 """Plans that a transfer remembers."""
 BOTH_RUNS = "device slots are runs too, so the copies need no staging"
 """Ends the reason of a staged operation that went without staging."""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def _layout(strides: HostStrides, page_size: int) -> HostLayout:
@@ -189,7 +184,7 @@ class PlaneTransfer:
             staged, staged_reason = self._staged
             direct, direct_reason = self._direct
         if staged is None and direct is None:
-            _warn_once(
+            warn_once(
                 f"transfers on {self.device.type} run in plain torch: staged: {staged_reason}; direct: {direct_reason}"
             )
         return planner.Availability(staged is not None, direct is not None, staged_reason, direct_reason)
