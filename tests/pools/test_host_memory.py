@@ -52,6 +52,10 @@ class FakeRuntime:
         del self.pinned[address]
         return 0
 
+    def device_address(self, address: int) -> tuple[int, int]:
+        assert address in self.pinned
+        return 0, address
+
     def clear_error(self) -> None:
         self.pending = 0
 
@@ -263,6 +267,7 @@ def test_a_buffer_open_at_exit_is_drained_and_unpinned() -> None:
         class Runtime:
             def register(self, address, nbytes): print("register"); return 0
             def unregister(self, address): print("unregister"); return 0
+            def device_address(self, address): return 0, address
 
         buffer = allocate_host_buffer(1 << 20, page_bytes=4096, runtime=Runtime(), drain=lambda: print("drain"))
         view = buffer.tensor[7:]

@@ -383,6 +383,9 @@ def test_registrations_end_between_pages(bench, case_name, layout):
             del self.registered[address]
             return 0
 
+        def device_address(self, address):
+            return 0, address
+
         def __getattr__(self, name):
             return lambda *_: 0
 

@@ -33,8 +33,8 @@ code=$?
 kill -KILL $watcher
 exit $code
 """
-"""Runs a command in a process group of its own, which is killed once the other end of stdin is closed. The kernel closes
-it when this process ends, also where that is killed and can do nothing itself."""
+"""Runs a command in a process group of its own, which is killed once the other end of stdin is closed: at the latest
+when this process ends, also where it is killed and can do nothing itself."""
 _DEFAULT_HOMES = {"cpu": (), "cuda": ("/usr/local/cuda",), "rocm": ("/opt/rocm",)}
 
 

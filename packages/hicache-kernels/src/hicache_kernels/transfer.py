@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -107,6 +108,8 @@ class PlaneTransfer:
         self.boundaries = tuple(boundaries)
         first = self.planes[0]
         self.device = canonical_device(first.device.device)
+        if ring is not None and not isinstance(ring, StagingRing):
+            raise TypeError(f"ring is a {type(ring).__name__}; it must be a StagingRing, or None for the device's own")
         if ring is not None and ring.device != self.device:
             raise ValueError(f"ring lies on {ring.device}; it must lie on {self.device}, as the rows do")
         _check_boundaries(self.boundaries, max(plane.host.buffer.numel() for plane in self.planes))
@@ -158,7 +161,9 @@ class PlaneTransfer:
                 if not plane.host.buffer.is_pinned():
                     return None, f"the host buffer of plane {plane.name} is not pinned, so kernels cannot reach it"
         try:
-            return DirectMover(self.planes, module), ""
+            # The device address of host memory is that of the current device.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                return DirectMover(self.planes, module), ""
         except ValueError as error:
             return None, str(error)
 
