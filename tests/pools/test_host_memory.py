@@ -16,6 +16,7 @@ import torch
 
 import hicache_pools.host_memory as host_memory_module
 from hicache_pools.host_memory import HostBuffer, allocate_host_buffer, attach_host_buffer
+from hicache_pools.memory_budget import HostMemoryBudgetError
 from hicache_pools.registration import HostRegistrationError
 
 MIB = 1 << 20
@@ -287,6 +288,19 @@ def test_a_forked_child_does_not_unpin_what_its_parent_uses() -> None:
     gc.collect()
     assert runtime.log == ["register"]
     assert memory() is None
+
+
+@pytest.mark.parametrize("nbytes", [1 << 45, 1 << 62])
+def test_the_budget_is_asked_before_boundaries_are_looked_for(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object, **__: object) -> tuple[int, ...]:
+        raise AssertionError("that takes as long as there are chunks")
+
+    monkeypatch.setattr(host_memory_module, "registration_boundaries", look)
+    runtime = FakeRuntime()
+    for pin in (True, False):
+        with pytest.raises(HostMemoryBudgetError, match=f"asked for {nbytes} bytes"):
+            allocate_host_buffer(nbytes, pin=pin, page_bytes=4096, chunk_bytes=MIB, runtime=runtime)
+    assert runtime.log == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,9 +47,7 @@ def check_tensor(name: str, tensor: object, kind: str = "a torch.Tensor") -> Non
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be {kind}")
     if tensor.is_meta:
-        raise ValueError(
-            f"{name} lies on the meta device, where it has no memory; it must be {kind} on the CPU or a GPU"
-        )
+        raise ValueError(f"{name} lies on meta, where it has no memory; it must be {kind} on the CPU or a GPU")
     try:
         tensor.data_ptr()
     except RuntimeError as error:
@@ -66,11 +64,14 @@ def checked_tensors(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.T
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
-    if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
+    if isinstance(tensors, Iterator):
+        raise TypeError(f"{name} is a {type(tensors).__name__}, which can be read once; pass a list or a tuple")
+    if not isinstance(tensors, Iterable) or isinstance(tensors, (str, bytes, Mapping)):
         raise TypeError(f"{name} is a {type(tensors).__name__}; pass a list or a tuple with one tensor a layer")
-    for number, tensor in enumerate(tensors):
+    layers = tuple(tensors)
+    for number, tensor in enumerate(layers):
         check_tensor(f"{name}[{number}]", tensor)
-    return tuple(tensors)
+    return layers
 
 
 def _check_form(name: str, indices: torch.Tensor, page_size: int) -> None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,8 @@ class PlaneTransfer:
         ring: StagingRing | None = None,
         constants: planner.DeviceConstants | None = None,
     ) -> None:
+        if not isinstance(planes, Iterable):
+            raise TypeError(f"planes is a {type(planes).__name__}; it must be a sequence of Plane")
         self.planes = tuple(planes)
         check_planes(self.planes)
         self._policy = transfer_policy(policy)

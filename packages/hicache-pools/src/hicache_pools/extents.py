@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_kernels.checks import check_tensor
+
 from .checks import whole
 from .extent_index import MAX_PAGES, ExtentIndex, Run
 
@@ -178,6 +180,8 @@ class ExtentAllocator:
             Naming the first index that is out of range, not part of a whole page, free already, or given twice;
             or if ``indices`` is not a one-dimensional tensor of integers.
         """
+        if isinstance(indices, torch.Tensor):
+            check_tensor("indices", indices, "one dimension of integers")
         slots = _integers("indices", indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else indices)
         return self._give(self._whole_pages(slots), self._page_size) * self._page_size
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hicache_kernels import Capabilities
+from hicache_kernels.checks import check_tensor
 
 from .group_slots import Side, SlotRequest, SlotTaker, give_slots
 from .pool_entry import REQUIRED_POOL_ATTRIBUTES, PoolEntry, check_device_callbacks, check_entry
@@ -45,6 +46,8 @@ class HostPoolGroup:
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
+        if not isinstance(entries, Iterable):
+            raise TypeError(f"entries is a {type(entries).__name__}; it must be a sequence of PoolEntry")
         members = tuple(entries)
         if not members:
             raise ValueError("entries is empty; a group has at least one pool")
@@ -176,6 +179,7 @@ class HostPoolGroup:
         """Give device slots back through the entry's ``device_free_fn``."""
         entry = self.get_entry(name)
         check_device_callbacks(entry)
+        check_tensor("indices", indices)
         give_slots(entry, indices, "device")
 
     def clear(self) -> None:
@@ -258,6 +262,7 @@ class HostPoolGroup:
         """
         released = 0
         errors: list[Exception] = []
+        _check_transfers(transfers or ())
         pairs = [(transfer, self.get_entry(transfer.name)) for transfer in transfers or ()]
         for transfer, entry in pairs:
             for side in ("host", "device"):
@@ -290,6 +295,13 @@ class HostPoolGroup:
         primary_host_indices: torch.Tensor | None,
         primary_device_indices: torch.Tensor | None,
     ) -> list[PoolTransfer] | None:
+        _check_transfers(transfers)
+        for name, indices in (
+            ("primary_host_indices", primary_host_indices),
+            ("primary_device_indices", primary_device_indices),
+        ):
+            if indices is not None:
+                check_tensor(name, indices)
         if len({id(transfer) for transfer in transfers}) < len(transfers):
             raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)
@@ -365,6 +377,16 @@ class HostPoolGroup:
         raise ValueError(
             f"transfer {transfer.name!s} has none of host_indices, device_indices, keys and indices_from_pool; give one"
         )
+
+
+def _check_transfers(transfers: Sequence[PoolTransfer]) -> None:
+    for number, transfer in enumerate(transfers):
+        if not isinstance(transfer, PoolTransfer):
+            raise TypeError(f"transfers[{number}] is a {type(transfer).__name__}; it must be a PoolTransfer")
+        for side in ("host", "device"):
+            indices = _indices(transfer, side)
+            if indices is not None:
+                check_tensor(f"{side}_indices of transfer {transfer.name!s}", indices)
 
 
 def _indices(transfer: PoolTransfer, side: Side) -> torch.Tensor | None:

@@ -281,9 +281,10 @@ def allocate_host_buffer(
         raise ValueError(f"nbytes is {nbytes}; a host buffer has at least one byte")
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; at least one has to touch the memory")
+    # First, as finding the boundaries takes the longer the more there are.
+    (budget or HostMemoryBudget()).check(nbytes)
     boundaries = _boundaries(nbytes, page_bytes, chunk_bytes)
     runtime, reason = _runtime(pin, device, runtime)
-    (budget or HostMemoryBudget()).check(nbytes)
     memory = _map(nbytes, allocator_type, huge_pages)
     return _finish(memory, boundaries, runtime, reason, device, huge_pages, numa_node, threads or _threads(), drain)
 

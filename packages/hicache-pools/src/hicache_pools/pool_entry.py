@@ -68,7 +68,9 @@ class PoolEntry:
 
 
 def check_entry(entry: PoolEntry, names: set[str]) -> None:
-    """Raise where the name is taken or the host pool lacks an attribute."""
+    """Raise where this is no entry, the name is taken or the host pool lacks an attribute."""
+    if not isinstance(entry, PoolEntry):
+        raise TypeError(f"entry is a {type(entry).__name__}; a group takes PoolEntry")
     if entry.name in names:
         raise ValueError(f"entry {entry.name!s} is there already; names are unique within a group")
     missing = [name for name in REQUIRED_POOL_ATTRIBUTES if not hasattr(entry.host_pool, name)]

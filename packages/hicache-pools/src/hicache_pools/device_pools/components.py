@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
 from hicache_kernels import DeviceRows
+from hicache_kernels.checks import checked_tensors
 
 from ..checks import one_of
 
@@ -146,16 +147,9 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
     TypeError, ValueError
         Naming the layer that differs.
     """
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
-    if isinstance(tensors, Iterator):
-        raise TypeError(f"{name} is a {type(tensors).__name__}, which can be read once; pass a list or a tuple")
-    layers = tuple(tensors)
+    layers = checked_tensors(name, tensors)
     if not layers:
         raise ValueError(f"{name} is empty; pass one tensor a layer")
-    for number, layer in enumerate(layers):
-        if not isinstance(layer, torch.Tensor):
-            raise TypeError(f"{name}[{number}] is a {type(layer).__name__}; pass one tensor a layer")
     first = layers[0]
     if first.numel() == 0:
         raise ValueError(f"{name}[0] has shape {tuple(first.shape)}; it must hold at least one element")
@@ -171,6 +165,11 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
                     f"{name}[{number}] has {what} {value}; every layer must have {wanted}, as {name}[0] has"
                 )
     return layers
+
+
+def left_out(layers: object) -> bool:
+    """Whether an optional family of layers is none: an empty sequence."""
+    return isinstance(layers, Sequence) and not layers
 
 
 def _check_strides(name: str, tensor: torch.Tensor, index_dims: int) -> None:
