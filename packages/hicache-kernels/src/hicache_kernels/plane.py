@@ -106,6 +106,17 @@ class DeviceRows:
         )
 
     @classmethod
+    def block_head_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
+        """Rows of one tensor a layer, each ``[blocks, heads, block, dim]`` in any order of memory; one row a head."""
+        first = _checked_layers(tensors, "[blocks, heads, block, dim]", 3)
+        if first.dim() != 4:
+            raise ValueError(f"tensors[0] has shape {tuple(first.shape)}; it must be [blocks, heads, block, dim]")
+        blocks, heads, block, _ = first.shape
+        block_stride, head_stride, slot_stride = (stride * first.element_size() for stride in first.stride()[:3])
+        bases = tuple(t.data_ptr() + head * head_stride for t in tensors for head in range(heads))
+        return cls(tuple(tensors), bases, heads, blocks * block, slot_stride, block, block_stride)
+
+    @classmethod
     def head_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
         """Rows of one tensor a layer, each ``[heads, slots, dim]``; one row a head."""
         first = _checked_layers(tensors, "[heads, slots, dim]", 2)

@@ -23,6 +23,8 @@ class BufferForm(StrEnum):
     """``[blocks, block, *element]``."""
     HEAD_MAJOR = "head_major"
     """``[heads, slots, dim]``."""
+    BLOCK_HEAD_MAJOR = "block_head_major"
+    """``[blocks, heads, block, dim]``; only ``dim`` must be dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +96,9 @@ def component_from_tensors(
     name
         The argument the tensors were passed as; it names the component too.
     tensors
-        One a layer, of one shape, stride, dtype and device. The dimensions of the element must be dense, those
-        before it may be strided, as long as no two rows overlap.
+        One a layer, of one shape, stride, dtype and device. The dimensions of the element must be dense (in
+        ``[blocks, block, heads, dim]`` and the head-major forms only ``dim``), those before it may be strided, as long
+        as no two rows overlap.
     form
         Order of the dimensions.
     slots_per_row
@@ -117,6 +120,16 @@ def component_from_tensors(
         _check_strides(name, first, 2)
         heads, _, dim = first.shape
         rows = DeviceRows.head_major(tensors)
+        return DeviceComponent(
+            name, tensors, rows, dim * first.element_size(), (heads, dim), first.dtype, slots_per_row
+        )
+    if form is BufferForm.BLOCK_HEAD_MAJOR or (form is BufferForm.BLOCK_MAJOR and _has_heads_apart(first)):
+        if first.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(first.shape)}; block-head-major is [blocks, heads, block, dim]")
+        blocks = tensors if form is BufferForm.BLOCK_HEAD_MAJOR else tuple(t.transpose(1, 2) for t in tensors)
+        _check_strides(name, blocks[0], 3)
+        _, heads, _, dim = blocks[0].shape
+        rows = DeviceRows.block_head_major(blocks)
         return DeviceComponent(
             name, tensors, rows, dim * first.element_size(), (heads, dim), first.dtype, slots_per_row
         )
@@ -170,6 +183,11 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
 def left_out(layers: object) -> bool:
     """Whether an optional family of layers is none: an empty sequence."""
     return isinstance(layers, Sequence) and not layers
+
+
+def _has_heads_apart(tensor: torch.Tensor) -> bool:
+    """Whether the heads of ``[blocks, block, heads, dim]`` are not one dense element, but rows of their own."""
+    return tensor.dim() == 4 and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]
 
 
 def _check_strides(name: str, tensor: torch.Tensor, index_dims: int) -> None:
