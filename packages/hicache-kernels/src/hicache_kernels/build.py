@@ -249,8 +249,9 @@ def read_record(library: Path) -> BuildRecord | None:
         package are trusted as its other files are.
     """
     try:
-        if is_packaged(library):
-            text, size = record_path(library).read_text(), library.stat().st_size
+        packaged = packaged_library(library)
+        if packaged is not None:
+            text, size = record_path(packaged).read_text(), packaged.stat().st_size
         else:
             text, descriptor = read_text(record_path(library)), open_file(library)
             size = os.fstat(descriptor).st_size
@@ -264,9 +265,10 @@ def read_record(library: Path) -> BuildRecord | None:
         return None
 
 
-def is_packaged(library: Path) -> bool:
-    """Whether a library is a file of the installed package."""
-    return library.resolve().is_relative_to(PACKAGE)
+def packaged_library(library: Path) -> Path | None:
+    """Path without links of a library inside the installed package; None for any other."""
+    path = library.resolve()
+    return path if path.is_relative_to(PACKAGE) else None
 
 
 def build_key(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ class Layers:
 
     @functools.cached_property
     def alignment(self) -> int:
-        """Largest number that divides every address; of kernels' addresses, as far as 16 goes."""
+        """Largest number that divides every address. Up to 16, it divides kernels' addresses too."""
         return math.gcd(*self.pointers)
 
     def kernel_address(self, name: str, layer: int) -> int:

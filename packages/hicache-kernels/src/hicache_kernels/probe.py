@@ -26,9 +26,9 @@ from .build import (
     clear_remains,
     compile_module,
     covers,
-    is_packaged,
     keep,
     library_name,
+    packaged_library,
     read_record,
     target_archs,
 )
@@ -252,8 +252,9 @@ def open_library(library: Path) -> tvm_ffi.Module:
         Where it does not load, or another user may have written it.
     """
     try:
-        if is_packaged(library):
-            return tvm_ffi.load_module(str(library))
+        packaged = packaged_library(library)
+        if packaged is not None:
+            return tvm_ffi.load_module(str(packaged))
         # Through the directory that was checked, whatever its path leads to by now. Its descriptor stays open: the
         # dynamic linker takes two libraries of one path for one, so the number must not come to mean another directory.
         directory = open_directory(library.parent)

@@ -68,7 +68,7 @@ class PoolEntry:
 
 
 def check_entry(entry: PoolEntry, names: set[str]) -> None:
-    """Raise where this is no entry, the name is taken or the host pool lacks an attribute."""
+    """Raise where it is not a PoolEntry, its name is taken or its host pool lacks an attribute."""
     if not isinstance(entry, PoolEntry):
         raise TypeError(f"entry is a {type(entry).__name__}; a group takes PoolEntry")
     if entry.name in names:
