@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.ma  # else the first np.unique imports it, a third of a second of the scheduler's thread
 import numpy.typing as npt
 import torch
 

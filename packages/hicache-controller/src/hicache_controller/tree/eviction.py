@@ -194,8 +194,9 @@ class TreeEviction(TreeStructure, ABC):
             except BaseException:
                 self._offer(node, device=False)
                 raise
-            # What storage still reads is not free yet, and other ranks' storages read other pages.
-            freed += self._smallest(freed_now) if unsaved_node else node.pages
+            # What storage still reads is not free yet, and ranks' storages read different pages. A quota counts nodes.
+            counts_room = unsaved_node and queue is self._host_queue
+            freed += self._smallest(freed_now) if counts_room else node.pages
         return freed
 
     def _windows_on_their_way(self, node: TreeNode) -> bool:
