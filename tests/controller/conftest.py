@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib.util
 import os
 import secrets
@@ -137,6 +138,7 @@ class Stack:
         )
         self.group = HostPoolGroup([self.entry])
         self.controller = controller(self.group, storage=storage_settings, **options)
+        self.wait_at_most(WAIT_SECONDS)  # on a machine that is busy
         self.storage = GatedStorage()
         if storage:
             self.controller.attach_storage_backend(self.storage)
@@ -151,6 +153,11 @@ class Stack:
             storage.get_gate,
             storage.set_gate,
         ]
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set how long calls wait for storage."""
+        storage = self.controller.storage
+        storage.settings = dataclasses.replace(storage.settings, max_wait_seconds=seconds)
 
     def alloc(self, pages: int) -> torch.Tensor:
         slots = self.allocator.alloc(pages * PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""One rank of the test of identical trees; started by test_tree_ranks.py in a process of its own."""
+"""One rank of the tests of identical trees; started by test_tree_ranks.py in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import json
 import random
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def make_keys(seed: int, length: int) -> list[bytes]:
 
 
 class Rank:
-    def __init__(self, rank: int, seed: int) -> None:
+    def __init__(self, rank: int, seed: int, mode: str) -> None:
+        self.mode, self.answers, self.held = mode, threading.Event(), np.empty(0, np.int64)
+        self.answers.set()
         self.shared, self.own = random.Random(f"shared {seed}"), random.Random(f"{seed} {rank}")
         self.allocator = ExtentAllocator(DEVICE_PAGES)
         self.pool = Host(HOST_PAGES, 1)
@@ -63,14 +66,35 @@ class Rank:
         )
         self.controller = HiCacheController(
             HostPoolGroup([entry]),
-            storage=StorageSettings(prefetch_policy="wait_complete", retry_seconds=0, batch_pages=2, backup_retries=0),
+            storage=StorageSettings(
+                prefetch_policy="wait_complete",
+                retry_seconds=0,
+                batch_pages=2,
+                backup_retries=0,
+                max_wait_seconds=30 if mode == "faults" else 0.001,
+            ),
             distributed_group=torch.distributed.group.WORLD,
         )
         # Each rank loses other pages.
         self.controller.attach_storage_backend(
-            FaultyStorage(MemoryStorage(), fail_store_every=5 + 2 * rank, fail_load_every=9 - 2 * rank)
+            FaultyStorage(
+                MemoryStorage(), fail_store_every=5 + 2 * rank, fail_load_every=9 - 2 * rank, hang=self.answers
+            )
         )
         self.tree = UnifiedRadixCache(self.controller, self.allocator, page_size=1)
+
+    def disturb(self) -> None:
+        """Let this rank's storage hang or answer, and its engine hold other device pages, as the other's do not."""
+        (self.answers.set if self.own.random() < 0.5 else self.answers.clear)()
+        self.allocator.free_pages(self.held)
+        held = self.allocator.alloc_pages(min(self.own.randrange(5), self.allocator.available_pages))
+        self.held = np.empty(0, np.int64) if held is None else held
+
+    def calm(self) -> None:
+        """End what :meth:`disturb` did."""
+        self.answers.set()
+        self.allocator.free_pages(self.held)
+        self.held = np.empty(0, np.int64)
 
     def round(self) -> list[int]:
         """Serve a request; the pages found by step."""
@@ -78,10 +102,8 @@ class Rank:
         keys = make_keys(shared.randrange(40), shared.randint(1, 10))
         match = tree.match_prefix(keys)
         found = [match.device_pages, match.host_pages]
-        # A write that finds no room on one rank alone cannot be: the ranks' host pools hold the same pages.
-        fetches_only = match.node is tree.root or match.node.host is not None
-        self.pool.failing = self.own.random() < 0.2 and fetches_only
-        match = tree.prefetch(match)
+        self.pool.failing = self.own.random() < 0.2
+        match = tree.prefetch(match) if self.mode == "faults" else tree.finish_prefetch(tree.start_prefetch(match))
         self.pool.failing = False
         found.append(match.pages)
         match = tree.load_back(match)
@@ -98,7 +120,7 @@ class Rank:
         return found
 
 
-def main(rank: int, port: int, rounds: int) -> None:
+def main(rank: int, port: int, rounds: int, mode: str) -> None:
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -106,13 +128,21 @@ def main(rank: int, port: int, rounds: int) -> None:
         world_size=2,
         timeout=datetime.timedelta(seconds=20),
     )
-    served = Rank(rank, port)
+    served = Rank(rank, port, mode)
     report = []
     for _ in range(rounds):
+        if mode == "unequal":
+            served.disturb()
         found = served.round()
-        served.tree.drain()
+        if mode == "unequal":
+            served.tree.poll()
+        else:
+            served.tree.drain()
         served.tree.check_integrity()
         report.append([found, served.tree.pretty()])
+    served.calm()
+    served.tree.drain()
+    report.append([[], served.tree.pretty()])
     storage = served.controller.storage.backend.stats()
     result = {
         "rounds": report,
@@ -120,6 +150,7 @@ def main(rank: int, port: int, rounds: int) -> None:
         "tree": list(served.tree.stats()),
         "storage": list(storage),
         "refused": served.pool.refused,
+        "skipped": served.controller.metrics.snapshot().total("backup_skipped_pages"),
         "broken": served.controller.agreement.broken,
     }
     served.tree.reset()
@@ -129,4 +160,4 @@ def main(rank: int, port: int, rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4])

@@ -105,6 +105,7 @@ class Model:
         row_bytes: int = 8,
         transfer_policy: str = "auto",
         prefetch_policy: str = "wait_complete",
+        storage_settings: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.on, self.row_bytes = on, row_bytes
@@ -128,7 +129,14 @@ class Model:
         self.group = HostPoolGroup(entries)
         self.controller = controller(
             self.group,
-            storage=StorageSettings(prefetch_policy=prefetch_policy, retry_seconds=0.0),
+            storage=StorageSettings(
+                **{
+                    "prefetch_policy": prefetch_policy,
+                    "retry_seconds": 0.0,
+                    "max_wait_seconds": 30.0,
+                    **(storage_settings or {}),
+                }
+            ),
             synchronous=synchronous,
         )
         self.storage = storage

@@ -1,10 +1,8 @@
-"""Callbacks and allocators that raise, interrupts, storage that hangs: nothing is lost, locked or waited for long."""
+"""Callbacks and allocators that raise, interrupts: nothing is lost, locked or waited for long."""
 
 from __future__ import annotations
 
-import dataclasses
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -418,56 +416,6 @@ def test_an_interrupt_at_any_line_of_a_restore_leaves_the_request_where_it_was(
         model.empty()
         nth += 61
     assert nth > 500
-
-
-# Storage that hangs
-
-
-def test_eviction_waits_for_no_backup_but_host_pages_within_the_timeout(make_model: MakeModel, keys_of: KeysOf) -> None:
-    model = make_model(device_pages=6, host_pages=3, windows=(6, 2), storage=MemoryStorage())
-    controller = model.controller
-    controller.storage.settings = dataclasses.replace(controller.storage.settings, timeout_seconds=0.05)
-    gate = model.gate("set")
-    gate.close()
-    insert(model, keys_of((1, 2)))
-    while not model.cache._backups or model.cache._writes:
-        model.cache.poll()
-    gate.wait_entered()
-    waits: list[bool] = []
-    poll_backups = controller.poll_backups
-
-    def poll(wait: bool = False) -> Any:
-        waits.append(wait)
-        return poll_backups(wait)
-
-    controller.poll_backups = poll
-    match = model.cache.match_prefix(keys_of((1, 2)))
-    assert model.cache.alloc_device(5) is None
-    assert model.cache.alloc_window("swa", 5) is None
-    assert True not in waits
-    model.cache.release(match)
-    assert model.cache.evict_host(3) == 0
-    assert model.cache.evict_window_host("swa", 2) == 0
-    assert True in waits
-    gate.open()
-    while model.cache._backups:
-        model.cache.poll()
-    assert model.cache.evict_host(3) == 2
-    model.empty()
-
-
-def test_waiting_for_backups_ends_when_its_time_is_over(make_model: MakeModel, keys_of: KeysOf) -> None:
-    model = make_model(storage=MemoryStorage())
-    gate = model.gate("set")
-    gate.close()
-    insert(model, keys_of((1, 2)))
-    while not model.cache._backups or model.cache._writes:
-        model.cache.poll()
-    assert not model.cache._wait(backups_until=time.monotonic())
-    gate.open()
-    assert model.cache._wait(backups_until=time.monotonic() + 30)
-    assert not model.cache._backups
-    model.empty()
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["device", "host"])

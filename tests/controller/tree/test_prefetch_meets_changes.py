@@ -30,14 +30,14 @@ def test_prefetch_that_ends_after_a_reset_changes_nothing(
         gate.close()
     started = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3, 4))))
     gate.wait_entered()
-    drain = model.controller.storage.drain
+    give_up = model.controller.storage.give_up
 
-    def open_and_drain(*arguments: Any, **options: Any) -> Any:
+    def open_and_give_up(*arguments: Any, **options: Any) -> Any:
         gate.open()
-        return drain(*arguments, **options)
+        return give_up(*arguments, **options)
 
     if held:
-        monkeypatch.setattr(model.controller.storage, "drain", open_and_drain)
+        monkeypatch.setattr(model.controller.storage, "give_up", open_and_give_up)
     else:
         started.operation.wait()
     model.cache.reset()
@@ -235,7 +235,7 @@ def test_reset_forgets_transfers_that_nobody_waited_for(
     assert model.cache._loads
     assert model.cache._backups
     with monkeypatch.context() as patch:
-        patch.setattr(model.cache, "drain", lambda: None)
+        patch.setattr(model.cache, "drain", lambda timeout=None: False)
         model.cache.reset()
     for running in (model.cache._writes, model.cache._loads, model.cache._backups):
         assert not running

@@ -222,7 +222,7 @@ def test_ranks_mark_no_window_of_a_backup_that_failed_on_one_of_them(
 ) -> None:
     keys = keys_of((1, 2, 3))
     model = make_model(storage=MemoryStorage(), windows=(8, 8), states=(8, 8))
-    monkeypatch.setattr(model.controller, "agreement", SimpleNamespace(needed=True, smallest=list))
+    monkeypatch.setattr(model.controller, "agreement", SimpleNamespace(needed=True, broken=False, smallest=list))
     model.refuse("swa", keys[2])
     model.serve((1, 2, 3))
     model.cache.drain()

@@ -15,9 +15,11 @@ from .indices import own_indices
 from .metrics import Metrics
 from .operations import StorageAck
 from .storage_link import StorageLink, StorageSettings
-from .storage_worker import ANCHOR, PrefetchOperation, StorageBackend, StoragePart
+from .storage_tasks import PrefetchOperation, StoragePart
+from .storage_worker import ANCHOR, StorageBackend
 from .transfer_controller import TransferController
 from .transfer_handle import Guards
+from .wait_bound import WaitBound
 
 
 class HiCacheController(TransferController):
@@ -25,7 +27,8 @@ class HiCacheController(TransferController):
 
     Slots are the caller's once an operation is acked without an error. Until then they are in flight; of an operation
     that fails or is cancelled, the slots the controller took for it (host slots of a write, device slots of a load) go
-    back by themselves, and the caller forgets them. Calls come from one thread, the engine's scheduler.
+    back by themselves, and the caller forgets them. Calls come from one thread, the engine's scheduler; none waits for
+    storage longer than ``StorageSettings.max_wait_seconds``, except those that take a ``timeout``.
 
     Parameters
     ----------
@@ -147,18 +150,23 @@ class HiCacheController(TransferController):
         sidecars = {str(e.name): e.host_pool for e in self.host_group.entries if e is not anchor}
         self.storage.attach(backend, self.storage_host_pool, sidecars)
 
-    def detach_storage_backend(self) -> StorageBackend:
+    def detach_storage_backend(self, timeout: float | None = None) -> StorageBackend:
         """Finish the backups that wait, cancel the prefetches, and let go of the backend, which stays open.
+
+        Parameters
+        ----------
+        timeout
+            Seconds that this may take, by default the storage's ``timeout_seconds``; backups that wait then fail.
 
         Raises
         ------
         RuntimeError
             If there is none.
         """
-        return self.storage.detach()
+        return self.storage.detach(timeout)
 
     def storage_exists(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading pages are in the storage of every rank; 0 without storage, or where it fails."""
+        """Return how many leading pages are in the storage of every rank; 0 without, or where it fails or is slow."""
         return self.storage.exists(keys)
 
     def backup(
@@ -171,7 +179,7 @@ class HiCacheController(TransferController):
     ) -> None:
         """Queue host pages for storage, behind the write-back that fills them.
 
-        While the queue is full this blocks, at most the storage timeout; then the backup fails. ``poll_backups`` tells.
+        A backup that finds the queue full fails, and its pages are counted as skipped. ``poll_backups`` tells.
 
         Parameters
         ----------
@@ -191,8 +199,24 @@ class HiCacheController(TransferController):
         """
         self._backup(host_indices, keys, parents, node_id, ())
 
+    def cancel_backup(self, node_id: int) -> bool:
+        """Cancel the node's backups, queued or running: no ack will name it, and pages not stored count as skipped.
+
+        Pages that a call to storage is reading stay in flight until it ends; the others are free to be used again.
+
+        Returns
+        -------
+        bool
+            Whether there was any.
+        """
+        with self._lock:
+            return self.storage.cancel_backup(node_id)
+
     def poll_backups(self, wait: bool = False) -> list[StorageAck]:
-        """Return the acks of the backups that are done, in order; with ``wait`` at least one, where there is any."""
+        """Return the acks of the backups that are done, in order.
+
+        With ``wait`` this blocks for the first, where there is any and storage gets on with it.
+        """
         acks = self.storage.poll_backups(wait)
         with self._lock:
             self._host_slots.reap()
@@ -226,21 +250,53 @@ class HiCacheController(TransferController):
         return self.storage.ready(operation)
 
     def finish_prefetch(self, operation: PrefetchOperation) -> int:
-        """End a prefetch as its policy says, and return the leading pages that are there on every rank."""
+        """End a prefetch as its policy says, and return the leading pages that are there on every rank.
+
+        What has not come when the policy's time or the scheduler's ``max_wait_seconds`` are over is cancelled. For all
+        of it, call the operation's ``wait``, or this once :meth:`prefetch_ready` says so.
+        """
         return self.storage.finish(operation)
 
     # End
 
-    def reset(self) -> None:
+    def reset(self, timeout: float | None = None) -> None:
         """Forget everything: cancel what is queued, wait for what runs, and make every host slot free.
 
         Device slots of loads that were not acked go back; everything else the caller holds on the host is void.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for what runs, by default the storage's ``timeout_seconds``.
+
+        Raises
+        ------
+        TimeoutError
+            As :meth:`quiesce`.
         """
-        self._check_open()
         with self._lock:
-            self.storage.drain()
+            self.quiesce(timeout)
             self.storage.forget()
             super().reset()
+
+    def quiesce(self, timeout: float | None = None) -> None:
+        """Cancel backups and prefetches, and wait until nothing that was started uses slots.
+
+        Raises
+        ------
+        TimeoutError
+            If something does so for longer than ``timeout`` seconds, by default the storage's ``timeout_seconds``. No
+            slot was freed; call it again.
+        """
+        self._check_open()
+        seconds = self.storage.settings.timeout_seconds if timeout is None else timeout
+        bound = WaitBound(seconds)
+        with self._lock:
+            if not (self.storage.give_up(bound.left()) and self.engine.drain(bound.left())):
+                raise TimeoutError(
+                    f"a transfer or a call to storage still uses slots after {seconds} s; backups and prefetches were "
+                    "cancelled, nothing was freed, and this can be called again"
+                )
 
     # Inside
 

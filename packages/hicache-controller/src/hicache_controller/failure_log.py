@@ -1,9 +1,10 @@
-"""FailureLog: lets the first failure of each kind be seen at WARNING, and none fill the log."""
+"""FailureLog and LogLimit: let failures be seen at WARNING, and none fill the log."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 
 logger = logging.getLogger(__name__)
 
@@ -32,3 +33,21 @@ class FailureLog:
             )
         else:
             logger.debug("a %s failed with %s", direction, repr(error), exc_info=error)
+
+
+class LogLimit:
+    """Says what may be logged again: each thing once in ``seconds``. Safe to call from several threads."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()  # guards the next
+        self._again_at: dict[str, float] = {}
+
+    def due(self, what: str) -> bool:
+        """Tell whether it may be logged, and note that it is."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._again_at.get(what, now):
+                return False
+            self._again_at[what] = now + self._seconds
+            return True

@@ -18,7 +18,7 @@ from .in_flight import Access, Place, Side, Use, page_granules
 from .indices import check_indices, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
-from .storage_worker import PrefetchOperation, StoragePart
+from .storage_tasks import PrefetchOperation, StoragePart
 from .transfer_handle import L2Transfer
 
 

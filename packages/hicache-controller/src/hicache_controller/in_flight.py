@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.ma  # else the first np.unique imports it, a third of a second of the scheduler's thread
 import numpy.typing as npt
 import torch
 
@@ -149,6 +150,16 @@ class InFlight(Generic[Owner]):
         with self._lock:
             for use in self._uses.pop(owner, ()):
                 self._counts[use.place].add(use.access, use.granules, -1)
+
+    def narrow(self, owner: Owner, uses: Iterable[Use]) -> None:
+        """Let ``owner`` use less than before; without effect where it is not known."""
+        uses = tuple(uses)
+        with self._lock:
+            if owner not in self._uses:
+                return
+            for use, step in (*((use, -1) for use in self._uses[owner]), *((use, 1) for use in uses)):
+                self._counts[use.place].add(use.access, use.granules, step)
+            self._uses[owner] = uses
 
     def owners(self) -> list[Owner]:
         """Everything in flight, oldest first."""

@@ -6,38 +6,42 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
 
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
+from .failure_log import LogLimit
 from .in_flight import Access, Use
 from .interrupts import interruptibly
 from .operations import StorageAck
 from .storage.base import HiCacheStorage, RemovalListener
+from .storage_lookup import StorageLookup
+from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask
 from .storage_worker import (
     ANCHOR,
-    BackupOperation,
     PageGet,
     PageSet,
-    PrefetchOperation,
     PrefetchPolicy,
     StorageBackend,
     StorageMover,
-    StoragePart,
-    StorageTask,
     StorageThread,
     generic_page_functions,
+    no_page_get,
+    no_page_set,
     zero_copy_page_functions,
 )
 from .transfer_engine import L2TransferEngine
+from .wait_bound import WaitBound
 
 logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 60.0
+"""How often it is logged that storage is too slow, at most."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,20 @@ class StorageSettings:
     prefetch_timeout_seconds, prefetch_timeout_seconds_per_page
         Time a prefetch has under the policy ``timeout``: the first, and the second for each of its pages.
     batch_pages
-        Pages of one call to storage: what cancelling a prefetch may have to wait for.
+        Pages of one call to storage: what is in use until it ends, of a backup or prefetch that is given up.
     backup_queue_pages, prefetch_queue_pages
-        Most pages waiting. A full backup queue blocks the caller of ``backup``; a prefetch that finds no room ends
-        with 0 pages.
+        Most pages waiting. A backup that finds no room within ``max_wait_seconds`` is dropped and counted; a prefetch
+        that finds none ends with 0 pages.
     backup_retries, retry_seconds
         Further attempts at a page that could not be stored; pause before the first, doubled for each further one.
+    max_wait_seconds
+        Longest that one call of the scheduler's thread waits for storage, in sum; 0: it never waits. What storage has
+        not answered by then is a miss, and what it has not taken is dropped where its place on the host is needed.
     timeout_seconds
-        Longest that storage may hold up a caller. A lookup that takes longer counts as a miss; a backup is waited for
-        as long as another page is stored within that time.
+        Longest that calls wait whose purpose it is, where they are given no ``timeout``. Backups are waited for as long
+        as another page is stored within that time.
     back_off_seconds
-        How long nothing is looked up after that, and until the lookup has returned.
+        Longest pause in which nothing is looked up, behind a lookup that took too long. Pauses double up to that.
     """
 
     prefetch_policy: PrefetchPolicy | str = PrefetchPolicy.BEST_EFFORT
@@ -72,6 +79,7 @@ class StorageSettings:
     prefetch_queue_pages: int = 65536
     backup_retries: int = 2
     retry_seconds: float = 0.05
+    max_wait_seconds: float = 0.02
     timeout_seconds: float = 30.0
     back_off_seconds: float = 5.0
 
@@ -85,20 +93,11 @@ class StorageSettings:
             "prefetch_timeout_seconds_per_page",
             "backup_retries",
             "retry_seconds",
+            "max_wait_seconds",
             "back_off_seconds",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-
-
-class _Lookup(StorageTask):
-    """A question to storage: how many leading keys it has."""
-
-    def __init__(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> None:
-        super().__init__((), ())
-        self.keys = keys
-        self.transfers = transfers
-        self.found = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +108,12 @@ class _Attached:
     mover: StorageMover
     backups: StorageThread[BackupOperation]
     prefetches: StorageThread[PrefetchOperation]
-    lookups: StorageThread[_Lookup]
+    lookup: StorageLookup
 
     @property
     def threads(self) -> tuple[StorageThread[Any], ...]:
         """All of them."""
-        return self.backups, self.prefetches, self.lookups
+        return self.backups, self.prefetches, self.lookup.thread
 
 
 def _given_up(backup: BackupOperation) -> BackupOperation:
@@ -123,18 +122,6 @@ def _given_up(backup: BackupOperation) -> BackupOperation:
     failed.error = RuntimeError("the storage was detached before it had taken the pages")
     failed.host_ready.fire()
     return failed
-
-
-def no_page_get(keys: Sequence[bytes], host_indices: torch.Tensor, name: str) -> list[bool]:
-    """Find nothing: the page function without a backend."""
-    return [False] * len(keys)
-
-
-def no_page_set(
-    keys: Sequence[bytes], host_indices: torch.Tensor, parents: Sequence[bytes | None] | None, name: str
-) -> list[bool]:
-    """Store nothing: the page function without a backend."""
-    return [False] * len(keys)
 
 
 class StorageLink:
@@ -176,11 +163,49 @@ class StorageLink:
         self._pools: dict[str, Any] = {}
         self._backups: deque[BackupOperation] = deque()
         self._prefetches: list[PrefetchOperation] = []
-        self._quiet_until = 0.0
-        self._overdue_lookup: _Lookup | None = None
-        self._overdue_backup: BackupOperation | None = None
+        self._bound: WaitBound | None = None
+        self._in_vain = (0.0, -1)  # seconds that backups were waited for, and the calls that storage had ended by then
+        self._logs = LogLimit(LOG_SECONDS)
         self._metrics.gauge("backup_queue_pages", lambda: self._depth("backups"))
         self._metrics.gauge("prefetch_queue_pages", lambda: self._depth("prefetches"))
+
+    # Waiting
+
+    @contextmanager
+    def one_call(self, timeout: float | None = None) -> Iterator[WaitBound]:
+        """Bound what is waited for storage in this block, in sum, by ``timeout`` or the setting ``max_wait_seconds``.
+
+        Without ``timeout``, the bound of a block around this one holds.
+        """
+        outer = self._bound
+        bound = outer
+        if bound is None or timeout is not None:
+            bound = WaitBound(self.settings.max_wait_seconds if timeout is None else timeout)
+        try:
+            self._bound = bound
+            yield bound
+        finally:
+            self._bound = outer
+
+    def skipped(self, pages: int, pool: str = ANCHOR) -> None:
+        """Count pages that storage does not get as it was too slow for them, and log that once in a while."""
+        self._metrics.count("backup_skipped_pages", pages, pool=pool)
+        if pages and self._logs.due("skipped"):
+            total = self._metrics.snapshot().total("backup_skipped_pages")
+            logger.warning("storage is slower than pages come; %d were dropped so far before it had taken them", total)
+
+    def _skip(self, backup: BackupOperation) -> None:
+        for part in backup.parts[:1] + backup.trailing_parts:
+            self.skipped(len(part.keys), part.name)
+
+    def _patience(self, bound: WaitBound) -> float:
+        """Seconds to wait for backups: none where storage has ended no call since as long a wait was in vain."""
+        seconds = min(bound.left(), self.settings.timeout_seconds)
+        waited, calls = self._in_vain
+        return 0.0 if calls == self._backup_calls() and seconds <= waited else seconds
+
+    def _backup_calls(self) -> int:
+        return 0 if self._attached is None else self._attached.mover.backup_calls
 
     # Backend
 
@@ -219,7 +244,7 @@ class StorageLink:
                 undo.pop_all()
             self._pools = pools
             self.page_get_func, self.page_set_func = page_get, page_set
-            self._quiet_until, self._overdue_lookup = 0.0, None
+            self._in_vain = (0.0, -1)
             self.changes += 1
 
     def follow_removals(self, listener: RemovalListener) -> None:
@@ -240,13 +265,13 @@ class StorageLink:
                 self._attached.backend.register_mem_pool_host(pool, name=name)
                 self._pools[name] = pool
 
-    def detach(self) -> StorageBackend:
+    def detach(self, timeout: float | None = None) -> StorageBackend:
         """Finish the backups that wait, cancel the prefetches, stop the threads, and return the backend."""
         with self._lock:
             attached = self._attached
             if attached is None:
                 raise RuntimeError("no storage backend is attached")
-            self._stop(attached, self.settings.timeout_seconds, finish_backups=True)
+            self._stop(attached, self.settings.timeout_seconds if timeout is None else timeout, finish_backups=True)
             return attached.backend
 
     def close(self, timeout: float) -> bool:
@@ -254,13 +279,16 @@ class StorageLink:
         with self._lock:
             return self._attached is None or self._stop(self._attached, timeout, finish_backups=False)
 
-    def drain(self) -> None:
-        """Wait until nothing waits or runs, at most the storage timeout; prefetches are cancelled."""
+    def give_up(self, timeout: float) -> bool:
+        """Cancel all backups and prefetches, and wait for the calls that run; tell whether they ended in time."""
         with self._lock:
-            if self._attached is not None:
-                self._cancel_prefetches()
-                for thread in self._attached.threads:
-                    thread.drain(self.settings.timeout_seconds)
+            if self._attached is None:
+                return True
+            bound = WaitBound(timeout)
+            self._cancel_prefetches()
+            for backup in list(self._backups):
+                self.cancel_backup(backup.node_id)
+            return all(thread.drain(bound.left()) for thread in self._attached.threads)
 
     def forget(self) -> None:
         """Drop the acks that nobody has asked for."""
@@ -276,28 +304,10 @@ class StorageLink:
 
     def _exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> int:
         attached = self._attached
-        if attached is None or not keys or time.monotonic() < self._quiet_until:
+        if attached is None or not keys:
             return 0
-        if self._overdue_lookup is not None and not self._overdue_lookup.host_ready.query():
-            return 0
-        self._overdue_lookup = None
-        lookup = _Lookup(keys, transfers)
-        if not attached.lookups.submit(lookup, timeout=0):
-            return 0
-        if not lookup.host_ready.synchronize(self.settings.timeout_seconds):
-            self._metrics.count("storage_timeouts", operation="exists")
-            self._quiet_until = time.monotonic() + self.settings.back_off_seconds
-            self._overdue_lookup = lookup
-            logger.warning(
-                "storage did not answer within %s s; nothing is looked up for %s s",
-                self.settings.timeout_seconds,
-                self.settings.back_off_seconds,
-            )
-            return 0
-        if lookup.error is not None:
-            self._metrics.count("storage_errors", operation="exists")
-            return 0
-        return min(lookup.found, len(keys))
+        with self.one_call() as bound:
+            return attached.lookup.exists(keys, transfers, bound)
 
     # Backup
 
@@ -308,19 +318,23 @@ class StorageLink:
         attached = self._need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
         before = self._engine.predecessors([(use, accesses) for use in uses])
-        operation = BackupOperation(parts, node_id, before.events, before.sources)
+        operation = BackupOperation(parts, node_id, before.events, before.sources, uses)
         self._backups.append(operation)
         try:
             if error is not None:
                 operation.error = error
                 operation.host_ready.fire()
-            elif not self._submit(attached.backups, operation, uses, self.settings.timeout_seconds):
-                self._metrics.count("backup_dropped_pages", operation.pages)
-                operation.error = RuntimeError(
-                    f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for "
-                    f"{self.settings.timeout_seconds} s"
-                )
-                operation.host_ready.fire()
+                return
+            with self.one_call() as bound:
+                patience, calls = self._patience(bound), self._backup_calls()
+                if self._submit(attached.backups, operation, patience):
+                    return
+            self._in_vain = (patience, calls)
+            self._skip(operation)
+            operation.error = RuntimeError(
+                f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for {patience} s"
+            )
+            operation.host_ready.fire()
         except BaseException:
             # Where waiting for room was interrupted, no ack comes.
             self._backups.remove(operation)
@@ -329,8 +343,7 @@ class StorageLink:
     def poll_backups(self, wait: bool) -> list[StorageAck]:
         """Return the acks of the backups that are done, in order, on every rank.
 
-        ``wait`` blocks for the first of them, once, and no longer than pages get stored: the storage timeout for each
-        batch.
+        ``wait`` blocks for the first of them, within the bound of :meth:`one_call` and only as long as storage gets on.
         """
         if not self._backups:
             return []
@@ -349,18 +362,30 @@ class StorageLink:
             operation.stored_pages = pages
         return [operation.ack() for operation in operations]
 
+    def cancel_backup(self, node_id: int) -> bool:
+        """Cancel a node's backups; see :meth:`HiCacheController.cancel_backup`."""
+        found = [backup for backup in self._backups if backup.node_id == node_id]
+        for backup in found:
+            self._backups.remove(backup)
+            backup.cancel()
+            if self._attached is not None and self._attached.backups.withdraw(backup):
+                self._skip(backup)
+        return bool(found)
+
     def _wait_for_backup(self, backup: BackupOperation) -> None:
-        """Wait for a backup as long as pages get stored, but not again where none was within the storage timeout."""
-        if backup is self._overdue_backup:
-            return
-        seen = -1
-        while backup.stored_pages > seen:
-            seen = backup.stored_pages
-            if interruptibly(lambda: backup.host_ready.synchronize(self.settings.timeout_seconds)):
-                return
-        self._overdue_backup = backup
+        """Wait for a backup while storage ends calls, each within the storage timeout, and the bound lets it."""
+        with self.one_call() as bound:
+            calls = -1
+            while calls != self._backup_calls():
+                patience, calls = self._patience(bound), self._backup_calls()
+                if backup.done or not patience:
+                    return
+                if interruptibly(partial(backup.host_ready.synchronize, patience)):
+                    return
+        self._in_vain = (patience, calls)
         self._metrics.count("storage_timeouts", operation="backup")
-        logger.warning("storage took no page within %s s; its backup is not waited for", self.settings.timeout_seconds)
+        if self._logs.due("backup"):
+            logger.warning("storage took no page within %s s; its backup is not waited for", patience)
 
     # Prefetch
 
@@ -372,11 +397,12 @@ class StorageLink:
             request_id,
             agreement=self._agreement,
             after=self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses]),
+            uses=uses,
             deadline_seconds=self.settings.timeout_seconds,
         )
         if not parts:
             operation.host_ready.fire()
-        elif self._submit(attached.prefetches, operation, uses, 0):
+        elif self._submit(attached.prefetches, operation, 0):
             self._prefetches = [each for each in self._prefetches if not each.done]
             self._prefetches.append(operation)
         else:
@@ -390,19 +416,26 @@ class StorageLink:
         policy = PrefetchPolicy(self.settings.prefetch_policy)
         if policy is PrefetchPolicy.BEST_EFFORT:
             return True
-        over = operation.done
+        now = time.monotonic()
+        over = operation.done or now - operation.moved_at >= self.settings.timeout_seconds
         if policy is PrefetchPolicy.TIMEOUT:
-            over = over or time.monotonic() - operation.began >= self._time_of(operation)
+            over = over or now - operation.began >= self._time_of(operation)
         return bool(self._agreement.smallest([int(over)])[0])
 
     def finish(self, operation: PrefetchOperation) -> int:
-        """Wait as long as the policy says, cancel what is left, and return the pages that came."""
+        """Wait as long as policy and bound say, cancel what is left, and return the pages that came."""
         policy = PrefetchPolicy(self.settings.prefetch_policy)
         if policy is PrefetchPolicy.BEST_EFFORT:
             operation.cancel()
-        elif policy is PrefetchPolicy.TIMEOUT:
-            return operation.wait(max(0.0, operation.began + self._time_of(operation) - time.monotonic()))
-        return operation.wait()
+            self._withdraw(operation)
+        with self.one_call() as bound:
+            seconds = bound.left()
+            if policy is PrefetchPolicy.TIMEOUT:
+                time_left = operation.began + self._time_of(operation) - time.monotonic()
+                seconds = min(seconds, max(0.0, time_left))
+            pages = operation.wait(seconds)
+        self._withdraw(operation)
+        return pages
 
     # Inside
 
@@ -415,9 +448,14 @@ class StorageLink:
             raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
         return self._attached
 
-    def _submit(self, thread: StorageThread[Any], operation: StorageTask, uses: Sequence[Use], timeout: float) -> bool:
+    def _withdraw(self, operation: PrefetchOperation) -> None:
+        """Take a prefetch that was cancelled out of the queue, if it is there still."""
+        if self._attached is not None and operation.cancelled:
+            self._attached.prefetches.withdraw(operation)
+
+    def _submit(self, thread: StorageThread[Any], operation: StorageTask, timeout: float) -> bool:
         if not self._synchronous:
-            self._engine.in_flight.add(operation, uses)
+            operation.put_in_flight(self._engine.in_flight)
         try:
             return thread.submit(operation, timeout=timeout)
         finally:
@@ -433,14 +471,8 @@ class StorageLink:
             batch_pages=settings.batch_pages,
             retries=settings.backup_retries,
             retry_seconds=0 if self._synchronous else settings.retry_seconds,
+            skipped=self.skipped,
         )
-
-        def look_up(task: _Lookup) -> None:
-            if not task.transfers:
-                task.found = backend.batch_exists(task.keys)
-            elif isinstance(backend, HiCacheStorage):
-                # A generic backend knows no hit policies, so with further pools it has no hits.
-                task.found = backend.batch_exists_pools(task.keys, task.transfers)
 
         backups: StorageThread[BackupOperation] = StorageThread(
             "hicache-backup",
@@ -456,20 +488,24 @@ class StorageLink:
             queue_pages=settings.prefetch_queue_pages,
             synchronous=self._synchronous,
         )
-        lookups: StorageThread[_Lookup] = StorageThread(
-            "hicache-lookup",
-            look_up,
-            lambda task: None,
+        lookup = StorageLookup(
+            backend,
+            self._metrics,
+            self._logs,
             queue_pages=settings.prefetch_queue_pages,
             synchronous=self._synchronous,
+            back_off_seconds=settings.back_off_seconds,
         )
-        return _Attached(backend, mover, backups, prefetches, lookups)
+        return _Attached(backend, mover, backups, prefetches, lookup)
 
     def _stop(self, attached: _Attached, timeout: float, *, finish_backups: bool) -> bool:
+        bound = WaitBound(timeout)
         self._cancel_prefetches()
         if finish_backups:
-            attached.backups.drain(timeout)
-        stopped = [thread.close(timeout) for thread in attached.threads]
+            attached.backups.drain(bound.left())
+        for thread in attached.threads:
+            thread.stop()
+        stopped = [thread.close(bound.left()) for thread in attached.threads]
         self._backups = deque(each if each.done else _given_up(each) for each in self._backups)
         if self._listener is not None and isinstance(attached.backend, HiCacheStorage):
             attached.backend.set_removal_listener(None)

@@ -8,19 +8,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from hicache_pools.pool_transfer import PoolHitPolicy
-
-from .agreement import Agreement
-from .events import Event, HostSignal, wait_until_done
+from .events import Event, wait_until_done
 from .interrupts import interruptibly, interrupts_held_back
 from .metrics import Metrics
-from .operations import OperationCancelledError, StorageAck
+from .operations import OperationCancelledError
 from .storage.base import HiCacheStorage
-from .transfer_handle import InFlightOperation, TransferHandle
+from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +34,12 @@ PageSet = Callable[[Sequence[bytes], torch.Tensor, Sequence[bytes | None] | None
 
 
 class PrefetchPolicy(StrEnum):
-    """How long a request waits for its pages to come from storage."""
+    """How long a request waits for its pages to come from storage, before its scheduler lets it run."""
 
     BEST_EFFORT = "best_effort"
     """Not at all: what is there when the request is scheduled counts."""
     WAIT_COMPLETE = "wait_complete"
-    """Until the prefetch is over."""
+    """Until the prefetch is over, or no page has come within the storage timeout."""
     TIMEOUT = "timeout"
     """Until it is over or its time is, which grows with its pages."""
 
@@ -106,195 +103,21 @@ def generic_page_functions(storage: GenericStorage, pools: Callable[[str], Any])
     return page_get, page_set
 
 
+def no_page_get(keys: Sequence[bytes], host_indices: torch.Tensor, name: str) -> list[bool]:
+    """Find nothing: the page function without a backend."""
+    return [False] * len(keys)
+
+
+def no_page_set(
+    keys: Sequence[bytes], host_indices: torch.Tensor, parents: Sequence[bytes | None] | None, name: str
+) -> list[bool]:
+    """Store nothing: the page function without a backend."""
+    return [False] * len(keys)
+
+
 def _pages(host_indices: torch.Tensor, pool: Any) -> list[int]:
     pages: list[int] = (host_indices[:: pool.page_size] // pool.page_size).tolist()
     return pages
-
-
-class StoragePart(NamedTuple):
-    """One pool's pages in a storage operation.
-
-    Attributes
-    ----------
-    name
-        Of the pool in the storage.
-    keys
-        One a page.
-    host_indices
-        int64 or int32 slots on CPU, whole pages in the order of ``keys``.
-    parents
-        For each page the key of the page before it, None for a first page; None where pages are independent.
-    hit_policy
-        Whether there is a part for each of the anchor's pages, or one for the last pages only.
-    """
-
-    name: str
-    keys: Sequence[bytes]
-    host_indices: torch.Tensor
-    parents: Sequence[bytes | None] | None = None
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-
-    @property
-    def trailing(self) -> bool:
-        """Whether it is for the last pages only."""
-        return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
-
-    def batch(self, start: int, end: int) -> StoragePart:
-        """Cut out a range of its pages."""
-        page_size = len(self.host_indices) // max(1, len(self.keys))
-        return self._replace(
-            keys=self.keys[start:end],
-            host_indices=self.host_indices[start * page_size : end * page_size],
-            parents=None if self.parents is None else self.parents[start:end],
-        )
-
-
-class StorageTask(InFlightOperation):
-    """Host pages that a storage thread reads or writes; in flight until its signal fires.
-
-    Attributes
-    ----------
-    parts
-        One a pool, the anchor's first; none where this rank had no room.
-    after
-        Events the work has to follow.
-    error
-        What ended it, or None.
-    cancelled
-        Whether it is to stop behind the batch that moves now.
-    queued
-        Whether a thread has it, or had it.
-    """
-
-    host_ready: HostSignal
-
-    def __init__(
-        self, parts: Sequence[StoragePart], after: Sequence[Event], sources: Sequence[TransferHandle] = ()
-    ) -> None:
-        super().__init__(sources)
-        self.parts = tuple(parts)
-        self.after = tuple(after)
-        self.host_ready = HostSignal()
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.queued = False
-
-    @property
-    def pages(self) -> int:
-        """Pages of the anchor."""
-        return len(self.parts[0].keys) if self.parts else 0
-
-    @property
-    def whole_parts(self) -> tuple[StoragePart, ...]:
-        """Parts for every page of the anchor, which is the first."""
-        return tuple(part for part in self.parts if not part.trailing)
-
-    @property
-    def trailing_parts(self) -> tuple[StoragePart, ...]:
-        """Parts for the last pages."""
-        return tuple(part for part in self.parts if part.trailing)
-
-
-class BackupOperation(StorageTask):
-    """Pages on their way to storage.
-
-    Attributes
-    ----------
-    node_id
-        As given to ``backup``.
-    stored_pages
-        Leading pages stored so far, in every pool that has a part for each.
-    pool_pages
-        Leading ones of the last pages stored so far of each other pool.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[StoragePart],
-        node_id: int,
-        after: Sequence[Event] = (),
-        sources: Sequence[TransferHandle] = (),
-    ) -> None:
-        super().__init__(parts, after, sources)
-        self.node_id = node_id
-        self.stored_pages = 0
-        self.pool_pages: dict[str, int] = {}
-
-    def ack(self) -> StorageAck:
-        """Say what to tell the caller."""
-        error = self.error
-        if error is None and self.stored_pages < self.pages:
-            error = RuntimeError(f"storage took {self.stored_pages} of {self.pages} pages")
-        return StorageAck(self.node_id, self.stored_pages, error, self.pool_pages)
-
-
-class PrefetchOperation(StorageTask):
-    """Pages on their way from storage to the host.
-
-    Attributes
-    ----------
-    request_id
-        As given to ``prefetch``.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[StoragePart],
-        request_id: str,
-        *,
-        agreement: Agreement,
-        after: Sequence[Event] = (),
-        deadline_seconds: float | None = None,
-    ) -> None:
-        super().__init__(parts, after)
-        self.request_id = request_id
-        self.began = time.monotonic()
-        self._agreement = agreement
-        self._agreed: int | None = None
-        self._loaded_pages = 0
-        self._deadline_seconds = deadline_seconds
-
-    @property
-    def completed_pages(self) -> int:
-        """Leading pages whose bytes are there, in every pool, up to a hole; once :meth:`wait` is over, of all ranks.
-
-        Where a pool has a part for the last pages only, a shorter prefix is of no use: all pages count, or none.
-        """
-        return self._usable() if self._agreed is None else self._agreed
-
-    @property
-    def done(self) -> bool:
-        """Whether storage is done with its host slots, which until then cannot be freed."""
-        return self.host_ready.query()
-
-    def cancel(self) -> None:
-        """Stop behind the pages that are being read now; what has come so far still counts."""
-        self.cancelled = True
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Block until it is over, agree with the other ranks, and return :attr:`completed_pages`.
-
-        Each rank of a group has to call this, once, for each of its prefetches, in one order.
-
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for this rank's storage; then it is cancelled, and what has come counts. Storage that hangs
-            is left alone after its deadline: its slots stay in flight, so nothing counts that a load would wait for.
-        """
-        if self._agreed is None:
-            if not self.host_ready.synchronize(timeout if timeout is not None else self._deadline_seconds):
-                self.cancel()
-                self.host_ready.synchronize(self._deadline_seconds)
-            self._agreed = self._agreement.smallest([self._usable() if self.done else 0])[0]
-        return self._agreed
-
-    def progress(self, pages: int) -> None:
-        """Note that the next ``pages`` pages are there; for the prefetch thread."""
-        self._loaded_pages += pages
-
-    def _usable(self) -> int:
-        return self._loaded_pages if self._loaded_pages == self.pages or not self.trailing_parts else 0
 
 
 Task = TypeVar("Task", bound=StorageTask)
@@ -361,6 +184,19 @@ class StorageThread(Generic[Task]):
                 self._changed.notify_all()
         return True
 
+    def withdraw(self, task: Task) -> bool:
+        """End a task that was cancelled and still waits; tell whether it did."""
+        with self._changed:
+            if task not in self._tasks:
+                return False
+            self._tasks.remove(task)
+            self._depth -= task.pages
+            self._changed.notify_all()
+        task.error = OperationCancelledError("the operation was cancelled before it could start")
+        self._finished(task)
+        task.host_ready.fire()
+        return True
+
     def _admits(self, task: Task) -> bool:
         return self.stopping.is_set() or not self._tasks or self._depth + task.pages <= self._queue_pages
 
@@ -369,11 +205,15 @@ class StorageThread(Generic[Task]):
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks and self._running is None, timeout)
 
-    def close(self, timeout: float) -> bool:
-        """Stop behind the task that runs; what waits is cancelled. Tell whether the thread ended in time."""
+    def stop(self) -> None:
+        """Let the thread end behind the task that runs."""
         self.stopping.set()
         with self._changed:
             self._changed.notify_all()
+
+    def close(self, timeout: float) -> bool:
+        """Stop behind the task that runs; what waits is cancelled. Tell whether the thread ended in time."""
+        self.stop()
         if self._thread is None:
             return True
         self._thread.join(timeout)
@@ -434,6 +274,13 @@ class StorageMover:
         Further attempts at a page that could not be stored.
     retry_seconds
         Pause before the first of them; doubled for each further one.
+    skipped
+        Called with the pages of a pool that a cancelled backup has not stored, and the pool's name.
+
+    Attributes
+    ----------
+    backup_calls
+        Calls to store pages that have ended, so that it shows whether storage gets on.
     """
 
     def __init__(
@@ -445,6 +292,7 @@ class StorageMover:
         batch_pages: int,
         retries: int,
         retry_seconds: float,
+        skipped: Callable[[int, str], None],
     ) -> None:
         self.page_get = page_get
         self.page_set = page_set
@@ -452,37 +300,52 @@ class StorageMover:
         self._batch_pages = batch_pages
         self._retries = retries
         self._retry_seconds = retry_seconds
+        self._skipped = skipped
+        self.backup_calls = 0
 
     def backup(self, task: BackupOperation, stopping: threading.Event) -> None:
         """Store pages in order; behind a page that cannot be stored nothing is, as nobody would find it."""
         while task.stored_pages < task.pages and not stopping.is_set():
             start = task.stored_pages
             end = min(start + self._batch_pages, task.pages)
-            stored = min(self._store(part.batch(start, end), stopping) for part in task.whole_parts)
+            if not task.begin_call(slice(start, end)):
+                break
+            stored = min(self._store(task, part.batch(start, end), stopping) for part in task.whole_parts)
             task.stored_pages += stored
             self._metrics.count("backup_pages", stored)
             if stored < end - start:
                 break
         if task.stored_pages < task.pages:
-            self._metrics.count("backup_failed_pages", task.pages - task.stored_pages)
+            self._count_missing(task, task.parts[0], task.pages - task.stored_pages)
             return
         for part in task.trailing_parts:
-            stored = task.pool_pages[part.name] = self._store(part, stopping)
+            # Kept whole while it is stored: the slots of a pool that shares others' are free once those are.
+            stored = self._store(task, part, stopping) if task.begin_call(slice(None)) else 0
+            task.pool_pages[part.name] = stored
             if stored < len(part.keys):
-                self._metrics.count("backup_failed_pages", len(part.keys))
+                self._count_missing(task, part, len(part.keys))
                 task.error = RuntimeError(f"storage did not take the last pages of pool {part.name}")
 
-    def _store(self, part: StoragePart, stopping: threading.Event) -> int:
+    def _count_missing(self, task: BackupOperation, part: StoragePart, pages: int) -> None:
+        if task.cancelled:
+            self._skipped(pages, part.name)
+        else:
+            self._metrics.count("backup_failed_pages", pages)
+
+    def _store(self, task: BackupOperation, part: StoragePart, stopping: threading.Event) -> int:
         """Store pages of one pool, trying those that fail again; returns how many leading ones are stored."""
         done = attempts = 0
         while True:
             rest = part.batch(done, len(part.keys))
             stored = self._call("backup", rest.name, self.page_set, rest.keys, rest.host_indices, rest.parents)
+            self.backup_calls += 1
             done += stored
             if done == len(part.keys):
                 return done
             attempts = 1 if stored else attempts + 1
-            if attempts > self._retries or stopping.wait(self._retry_seconds * 2 ** (attempts - 1)):
+            if task.cancelled or attempts > self._retries:
+                return done
+            if stopping.wait(self._retry_seconds * 2 ** (attempts - 1)) or task.cancelled:
                 return done
             self._metrics.count("backup_retries")
 
@@ -490,15 +353,19 @@ class StorageMover:
         """Fetch pages in order up to the first that is missing in any pool."""
         done = 0
         # Without its last pages a prefix is of no use, so nothing else is fetched then.
-        complete = all(self._fetch(part) == len(part.keys) for part in task.trailing_parts)
-        while complete and done < task.pages and not task.cancelled and not stopping.is_set():
+        complete = all(
+            task.begin_call(slice(None)) and self._fetch(part) == len(part.keys) for part in task.trailing_parts
+        )
+        while complete and done < task.pages and not stopping.is_set():
             end = min(done + self._batch_pages, task.pages)
+            if not task.begin_call(slice(done, end)):
+                break
             found = min(self._fetch(part.batch(done, end)) for part in task.whole_parts)
             task.progress(found)
             self._metrics.count("prefetch_pages", found)
             complete = done + found == end
             done += found
-        if not complete:
+        if not complete and not task.cancelled:
             self._metrics.count("prefetch_missing_pages", task.pages - done)
         elif done < task.pages:
             self._metrics.count("prefetch_cancelled")

@@ -320,7 +320,7 @@ class TransferController:
     # End
 
     def reset(self) -> None:
-        """Cancel what is queued, wait for what runs, a storage that hangs included, and make every host slot free."""
+        """Cancel what is queued, wait for what runs, and make every host slot free."""
         self._check_open()
         with self._lock:
             self.engine.drain()

@@ -30,6 +30,7 @@ from .results import PathCounts, PoolCounts, ReplayReport
 
 _SCHEDULER_STEP_SECONDS = 0.001
 _MOONCAKE_SECONDS = 10.0
+_STORAGE_SECONDS = 30.0
 
 
 class Replay:
@@ -271,7 +272,8 @@ class Replay:
 
 
 def _controller(model: ReplayModel, options: ReplayOptions) -> HiCacheController:
-    storage = StorageSettings(prefetch_policy=options.prefetch_policy)
+    # No model computes between two requests, so the replay waits for storage where an engine's pages would have come.
+    storage = StorageSettings(prefetch_policy=options.prefetch_policy, max_wait_seconds=_STORAGE_SECONDS)
     if len(model.group.entries) == 1:
         return HiCacheController(model.group, synchronous=not options.data, storage=storage)
     return HybridCacheController(model.group, sidecars=model.sidecars, synchronous=not options.data, storage=storage)

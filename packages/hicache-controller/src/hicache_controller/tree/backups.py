@@ -9,9 +9,11 @@ from typing import Any
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..hybrid import HybridCacheController
+from ..interrupts import interrupts_held_back
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
 from ..storage_worker import ANCHOR
+from .components import window_rank
 from .events import CacheEvent, Change, Tier
 from .eviction import TreeEviction
 from .keys import KEY_BYTES, key_list
@@ -37,6 +39,8 @@ class TreeBackups(TreeEviction):
     or that was there before the storage was attached, waits in ``_to_store`` from when it is next used (all of them,
     when a storage is attached); :meth:`_store_waiting` stores these again a few at a time, and pauses while storage
     fails. Ranks that agree with each other have the same nodes there, in one order.
+
+    A backup locks its node on the host until it is done, or given up for want of host pages.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -97,6 +101,7 @@ class TreeBackups(TreeEviction):
         operation.pages = len(keys) - first
         node.host_lock += 1
         node.backup = self._backups[operation.id] = operation
+        self._offer(node, device=False)
         self._backed_up_pages += operation.pages
         self._presence.storing(self._anchor, keys[first:])
         for part in parts:
@@ -114,6 +119,29 @@ class TreeBackups(TreeEviction):
             self._backed_up_pages -= operation.pages
             self._finish_backup(operation, 0, Counter())
             raise
+
+    def _give_up_backup(self, operation: Operation) -> None:
+        # Ctrl-C in between would leave a lock of a backup that no ack names.
+        with interrupts_held_back():
+            del self._backups[operation.id]
+            self._backed_up_pages -= operation.pages
+            self.controller.cancel_backup(operation.id)
+            self._finish_backup(operation, 0, Counter(), refused=False)
+
+    def _backup_of_window(self, name: str) -> Operation | None:
+        kept = (
+            (*window_rank(part), operation.id)
+            for operation in self._backups.values()
+            for part in operation.host_pin.parts
+            if part.name == name and len(part.host_pins) == 1
+        )
+        first = min(kept, default=None)
+        return None if first is None else self._backups[int(first[-1])]
+
+    def _drop_host(self, node: TreeNode) -> int:
+        if node.queued & _TO_STORE and not node.stored and self.controller.has_storage:
+            self.controller.storage.skipped(node.pages)
+        return super()._drop_host(node)
 
     def _take_in_backups(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; True where there were any."""
@@ -147,8 +175,13 @@ class TreeBackups(TreeEviction):
                     taken[pool] = min(pages, taken.get(pool, pages))
         return Counter(taken)
 
-    def _finish_backup(self, operation: Operation, stored_pages: int, taken: Counter[str] | None) -> None:
-        """Mark and tell what storage has; of windows all, or what was ``taken`` by a backup that failed."""
+    def _finish_backup(
+        self, operation: Operation, stored_pages: int, taken: Counter[str] | None, *, refused: bool = True
+    ) -> None:
+        """Mark and tell what storage has; of windows all, or what was ``taken`` by a backup that failed.
+
+        What storage has not taken, it has ``refused``, unless the backup was given up.
+        """
         tail = operation.nodes[0]
         complete = stored_pages == operation.pages
         parts = list(operation.host_pin.parts)
@@ -177,7 +210,7 @@ class TreeBackups(TreeEviction):
         else:
             tail.stored = False
         head = nodes[0].parent
-        if not stored_pages and head is not None:
+        if refused and not stored_pages and head is not None:
             # It may be the page before that storage lacks; naming that again costs little.
             head.stored = False
         self._unlock_host(tail)

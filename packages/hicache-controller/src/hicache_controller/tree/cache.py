@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -13,7 +14,9 @@ from hicache_pools.pool_transfer import PoolName
 from ..controller import HiCacheController
 from ..hashing import Namespace
 from ..hybrid import HybridCacheController, SidecarPoolSpec
+from ..wait_bound import WaitBound
 from . import integrity
+from .bounded import bounded
 from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
@@ -113,6 +116,7 @@ class UnifiedRadixCache(TreeReferences):
 
     # Lookup
 
+    @bounded
     def match_prefix(
         self, keys: Sequence[bytes] | SequenceKeys, *, namespace: Namespace | None = None, priority: int = 0
     ) -> Match:
@@ -215,16 +219,17 @@ class UnifiedRadixCache(TreeReferences):
         except Exception:
             logger.exception("a prefix of %d pages was not written to the host", self._depth(node))
 
+    @bounded
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
-        if not self._make_device_room(count):
-            return None
-        return self.device_allocator.alloc_pages(count)
+        return self._alloc_device(count)
 
+    @bounded
     def alloc_window(self, name: PoolName | str, count: int) -> Pages | None:
         """Allocate pages of a windowed pool for the engine to compute into; None if too few."""
         return self._alloc_window_device(str(name), count)
 
+    @bounded
     def insert(
         self,
         match: Match,
@@ -346,6 +351,7 @@ class UnifiedRadixCache(TreeReferences):
 
     # Requests off the device
 
+    @bounded
     def retraction_backup(
         self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
     ) -> bool:
@@ -372,6 +378,7 @@ class UnifiedRadixCache(TreeReferences):
         """
         return self._retraction.backup(request_id, match, pages, windows=windows)
 
+    @bounded
     def retraction_restore(self, request_id: str) -> Restored | None:
         """Bring a request back to the device; None where that has no room now, and it stays retracted.
 
@@ -459,9 +466,24 @@ class UnifiedRadixCache(TreeReferences):
         """Draw the tree as text, a node a line: pages, tiers (D, H, S), locks, windows."""
         return integrity.draw(self.root)
 
-    def reset(self) -> None:
-        """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void."""
-        self.drain()
+    def reset(self, timeout: float | None = None) -> None:
+        """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for storage to take what is on its way there, by default as long as it gets on.
+
+        Raises
+        ------
+        TimeoutError
+            If a call to storage does not end then. Backups were given up, nothing else was changed; call it again.
+        """
+        bound = WaitBound(math.inf if timeout is None else timeout)
+        if not self.drain(None if timeout is None else bound.left()):
+            for operation in list(self._backups.values()):
+                self._give_up_backup(operation)
+        self.controller.quiesce(None if timeout is None else bound.left())
         self._retraction.forget()
         if self.listener is not None:
             for node in reversed(list(self._all_nodes())):

@@ -82,10 +82,10 @@ class WindowPool:
         self.entry = entry
         self.converter = SlotPages(int(entry.host_pool.page_size))
         self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            1, _rank, lambda part: part.device is not None and not part.device_pins
+            1, window_rank, lambda part: part.device is not None and not part.device_pins
         )
         self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            2, _rank, lambda part: part.host is not None and not part.host_pins
+            2, window_rank, lambda part: part.host is not None and not part.host_pins
         )
 
     def offer(self, part: WindowPart) -> None:
@@ -104,5 +104,6 @@ class WindowPool:
         return int(self.entry.host_pool.available_size()) // self.converter.page_size
 
 
-def _rank(part: WindowPart) -> tuple[float, ...]:
+def window_rank(part: WindowPart) -> tuple[float, ...]:
+    """Rank of a part among those that may be evicted."""
     return part.node.priority, part.last_access

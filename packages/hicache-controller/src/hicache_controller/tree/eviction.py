@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-import time
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
+from .bounded import bounded
 from .node import Operation, Pages, TreeNode, WindowPart
 from .policies import WritePolicy
 from .queue import EvictionQueue
@@ -30,7 +29,7 @@ class TreeEviction(TreeStructure, ABC):
         self._writes: dict[int, Operation] = {}
         self._timed: list[tuple[float, int, Match]] = []
         self._pinned: set[Match] = set()
-        self._reclaim = Reclaim()
+        self._reclaim = Reclaim(alone=not self.controller.agreement.needed)
 
     def _serve_pools(self) -> None:
         """Let the pools evict through this tree, from the end of its making on."""
@@ -55,11 +54,20 @@ class TreeEviction(TreeStructure, ABC):
         """Queue a part to be written to the host; False where that has it all, or has no room."""
 
     @abstractmethod
-    def _wait(self, *, backups_until: float = math.inf) -> bool:
-        """Wait for one transfer, for backups only before a time of ``time.monotonic``; False if none came."""
+    def _wait(self, *, backups: bool = True) -> bool:
+        """Wait for one transfer, or with ``backups`` for one of these where no other is left; False if none came."""
+
+    @abstractmethod
+    def _give_up_backup(self, operation: Operation) -> None:
+        """End a backup that is under way; what of it storage has not taken is counted as skipped."""
+
+    @abstractmethod
+    def _backup_of_window(self, name: str) -> Operation | None:
+        """Return what keeps the part of a windowed pool on the host that leaves first of those that backups keep."""
 
     # Eviction of full attention
 
+    @bounded
     def evict_device(self, count: int) -> int:
         """Free at least ``count`` device pages if the unlocked leaves allow; returns how many were freed.
 
@@ -69,14 +77,16 @@ class TreeEviction(TreeStructure, ABC):
         self.expire()
         return self._evict_device(self._device_queue, count)
 
+    @bounded
     def evict_host(self, count: int) -> int:
         """Free at least ``count`` host pages if the unlocked leaves allow; returns how many were freed.
 
         Host copies of pages that are on the device as well may go like all others. What storage is to take first is
-        waited for no longer than the storage timeout.
+        waited for within the scheduler's bound; then its backup is given up. Pages that a call to storage still reads
+        are not free before it ends.
         """
         self.expire()
-        return self._evict_host(self._host_queue, count)
+        return self._evict_host(self._host_queue, self._unsaved_queue, count)
 
     def _evict_device(self, queue: EvictionQueue[TreeNode], count: int) -> int:
         freed = 0
@@ -87,7 +97,7 @@ class TreeEviction(TreeStructure, ABC):
                 if node is None:
                     if saving:
                         freed += self._finish_saving(saving)
-                    elif not self._let_device_go() and not self._wait(backups_until=0):
+                    elif not self._let_device_go() and not self._wait(backups=False):
                         break
                     continue
                 self._evicted_value = node.value
@@ -160,29 +170,34 @@ class TreeEviction(TreeStructure, ABC):
             saving.clear()
         return freed
 
-    def _evict_host(self, queue: EvictionQueue[TreeNode], count: int) -> int:
-        freed, patience = 0, self._patience()
+    def _evict_host(self, queue: EvictionQueue[TreeNode], unsaved: EvictionQueue[TreeNode] | None, count: int) -> int:
+        freed, waits = 0, True
         while freed < count:
             node = queue.pop()
             if node is None:
-                if not self._wait(backups_until=patience):
+                if waits and self._wait():
+                    continue
+                # Storage had its time. What comes next is dropped by the strategy's order, with no further wait.
+                waits = False
+                node = None if unsaved is None else unsaved.pop()
+                if node is None:
                     break
-                continue
+            unsaved_node = node.backup is not None
             try:
-                if self._windows_on_their_way(node) and self._wait(backups_until=0):
+                if node.backup is not None:
+                    self._give_up_backup(node.backup)
+                if self._windows_on_their_way(node) and self._wait(backups=False):
                     self._offer(node, device=False)
                     continue
                 self._evicted_value = node.value
-                self._drop_host(node)
+                freed_now = self._drop_host(node)
             except BaseException:
                 self._offer(node, device=False)
                 raise
-            freed += node.pages
+            # What storage still reads is not free yet, and ranks' storages read different pages. A quota counts nodes.
+            counts_room = unsaved_node and queue is self._host_queue
+            freed += self._smallest(freed_now) if counts_room else node.pages
         return freed
-
-    def _patience(self) -> float:
-        """Return until when whoever needs host pages waits for storage to take some: it may hang, or be slow."""
-        return time.monotonic() + self.controller.storage.settings.timeout_seconds
 
     def _windows_on_their_way(self, node: TreeNode) -> bool:
         """Tell whether a node about to leave memory has windows that are still being written, for storage to keep."""
@@ -214,6 +229,7 @@ class TreeEviction(TreeStructure, ABC):
 
     # Eviction of windowed pools
 
+    @bounded
     def evict_window_device(self, name: str, count: int) -> int:
         """Free device pages of a windowed pool, of prefixes not used for longest; each is saved on the host first."""
         pool = self.windows[str(name)]
@@ -226,7 +242,7 @@ class TreeEviction(TreeStructure, ABC):
                 if part is None:
                     if saving:
                         freed += self._finish_saving_windows(saving)
-                    elif not self._let_windows_go() and not self._wait(backups_until=0):
+                    elif not self._let_windows_go() and not self._wait(backups=False):
                         break
                     continue
                 try:
@@ -266,16 +282,22 @@ class TreeEviction(TreeStructure, ABC):
             saving.clear()
         return freed
 
+    @bounded
     def evict_window_host(self, name: str, count: int) -> int:
         """Free host pages of a windowed pool, of prefixes not used for longest; see :meth:`evict_host`."""
         pool = self.windows[str(name)]
         self.expire()
-        freed, patience = 0, self._patience()
+        freed, waits = 0, True
         while freed < count:
             part = pool.host_queue.pop()
             if part is None:
-                if not self._wait(backups_until=patience):
+                if waits and self._wait():
+                    continue
+                waits = False
+                backup = self._backup_of_window(pool.name)
+                if backup is None:
                     break
+                self._give_up_backup(backup)
                 continue
             freed += self._drop_window(part, device=False)
         return freed
@@ -305,20 +327,39 @@ class TreeEviction(TreeStructure, ABC):
             self._unlock_host(match.node)
         self._unpin_both(match.device_pin, match.host_pin)
 
-    # Room
+    # Room, on all ranks or none: what one lacks, none uses, or their trees would differ
+
+    def _device_room(self) -> int:
+        return self._smallest(self.device_allocator.available_pages)
 
     def _make_device_room(self, count: int) -> bool:
-        missing = count - self.device_allocator.available_pages
-        if missing > 0:
-            self.evict_device(missing)
-        return self.device_allocator.available_pages >= count
+        room = self._device_room()
+        if room < count:
+            self.evict_device(count - room)
+            room = self._device_room()
+        return room >= count
+
+    def _alloc_device(self, count: int) -> Pages | None:
+        pages = self.device_allocator.alloc_pages(count) if self._make_device_room(count) else None
+        if self._on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self.device_allocator.free_pages(pages)
+        return None
 
     def _alloc_window_device(self, name: str, count: int) -> Pages | None:
-        pool = self.windows[name]
-        pages = pool.alloc_device(count)
+        pages = self._take_window_device(name, count)
         if pages is None and self.evict_window_device(name, count):
-            pages = pool.alloc_device(count)
+            pages = self._take_window_device(name, count)
         return pages
+
+    def _take_window_device(self, name: str, count: int) -> Pages | None:
+        pages = self.windows[name].alloc_device(count)
+        if self._on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self._free_window_pages(name, pages, device=True)
+        return None
 
     def _make_window_room(self, name: str, count: int) -> bool:
         """Tell whether a windowed pool had room on the device; a load that follows takes the same."""
@@ -331,16 +372,22 @@ class TreeEviction(TreeStructure, ABC):
     def _alloc_host(self, count: int) -> torch.Tensor | None:
         """Take host slots for ``count`` pages, or for as many as evicting makes room for; None where there is none."""
         pool = self.controller.mem_pool_host
-        missing = count - pool.available_size() // self.page_size
-        if missing > 0:
-            self.evict_host(missing)
-        count = min(count, pool.available_size() // self.page_size)
+        room = self._smallest(pool.available_size() // self.page_size)
+        if room < count:
+            self.evict_host(count - room)
+            count = min(count, self._smallest(pool.available_size() // self.page_size))
         with self._reclaim.held():
             return pool.alloc(count * self.page_size) if count else None
 
     def _alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
         pool = self.windows[name]
-        if count > pool.free_host_pages():
-            self.evict_window_host(name, count - pool.free_host_pages())
+        room = self._smallest(pool.free_host_pages())
+        if room < count:
+            self.evict_window_host(name, count - room)
         with self._reclaim.held():
-            return self.controller.host_group.alloc(count * pool.converter.page_size, name)
+            slots = self.controller.host_group.alloc(count * pool.converter.page_size, name)
+        if self._on_all_ranks(slots is not None):
+            return slots
+        if slots is not None:
+            self.controller.evict_host(slots, pool=name)
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..interrupts import interrupts_held_back
-from ..storage_worker import PrefetchOperation
+from ..storage_tasks import PrefetchOperation
+from ..wait_bound import WaitBound
 from .backups import further
+from .bounded import bounded
 from .events import Change, Tier
 from .keys import KEY_BYTES, Tokens, common_pages, key_list, own_tokens
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
@@ -54,6 +57,7 @@ class TreeLoads(TreeTransfers):
 
     # Matches
 
+    @bounded
     def release(self, match: Match) -> None:
         """Unpin a match; once for each match handed out."""
         self._release_pins(match)
@@ -91,15 +95,26 @@ class TreeLoads(TreeTransfers):
 
     # From storage to the host
 
-    def prefetch(self, match: Match) -> Match:
+    def prefetch(self, match: Match, *, timeout: float | None = None) -> Match:
         """Bring the pages behind the match from storage to the host, and wait for all of them.
 
-        The match it returns replaces the one given.
+        Parameters
+        ----------
+        match
+            Replaced by the one that is returned.
+        timeout
+            Seconds to wait for storage, by default its ``timeout_seconds``; then what has come counts.
         """
-        return self.finish_prefetch(self.start_prefetch(match), wait=True)
+        with self._waiting(timeout):
+            return self._finish_prefetch(self.start_prefetch(match), wait=True)
 
+    def _waiting(self, timeout: float | None) -> AbstractContextManager[WaitBound]:
+        storage = self.controller.storage
+        return storage.one_call(storage.settings.timeout_seconds if timeout is None else timeout)
+
+    @bounded
     def start_prefetch(self, match: Match) -> Prefetching:
-        """Start to bring the pages behind the match from storage to the host.
+        """Start to bring the pages behind the match from storage to the host; none where it does not answer in time.
 
         The match stays pinned, and the caller's to release unless it calls :meth:`finish_prefetch`, as it has to once
         for each start.
@@ -128,17 +143,32 @@ class TreeLoads(TreeTransfers):
         """Tell whether, by the controller's prefetch policy, the request may go on."""
         return started.operation is None or self.controller.prefetch_ready(started.operation)
 
-    def finish_prefetch(self, started: Prefetching, *, wait: bool = False) -> Match:
+    def finish_prefetch(self, started: Prefetching, *, wait: bool = False, timeout: float | None = None) -> Match:
         """End a prefetch as the policy says, or with ``wait`` once everything has come.
 
         The match it returns has what came, and replaces the one it began with. Where waiting is interrupted, nothing
         comes, and that one stays the caller's.
 
+        Parameters
+        ----------
+        started
+            What :meth:`start_prefetch` returned.
+        wait, timeout
+            Whether to wait for all of it, and for how many seconds, by default the storage's ``timeout_seconds``.
+            Otherwise the scheduler's bound holds.
+
         Raises
         ------
         ValueError
-            Where it has ended before, by this or by ``reset``. Nothing was changed.
+            Where it has ended before, by this or by ``reset``, or ``timeout`` is given without ``wait``. Nothing was
+            changed.
         """
+        if timeout is not None and not wait:
+            raise ValueError(f"timeout is {timeout}, and wait is False; a timeout is accepted with wait=True")
+        with self._waiting(timeout) if wait else self.controller.storage.one_call():
+            return self._finish_prefetch(started, wait=wait)
+
+    def _finish_prefetch(self, started: Prefetching, *, wait: bool) -> Match:
         match, operation = started.match, started.operation
         if operation is None:
             return match
@@ -146,7 +176,8 @@ class TreeLoads(TreeTransfers):
             raise ValueError("started has ended before, or the tree was reset; accepted is a prefetch that runs")
         try:
             if wait:
-                operation.wait()
+                with self.controller.storage.one_call() as bound:
+                    operation.wait(bound.left())
             got, room = self.controller.finish_prefetch(operation), len(started.slots) // self.page_size
         except BaseException:
             operation.cancel()
@@ -174,7 +205,7 @@ class TreeLoads(TreeTransfers):
         transfers: list[PoolTransfer] = []
         try:
             # Want of room on one rank is want of room on all, or some would wait for an answer that others never give.
-            room = self.controller.agreement.smallest([len(slots) // self.page_size])[0]
+            room = self._smallest(len(slots) // self.page_size)
             if 0 < room < len(keys) and self.windows:
                 # A shorter prefix counts only where the windows of its own end are stored.
                 room = self._storage_exists(keys[:room])
@@ -192,17 +223,16 @@ class TreeLoads(TreeTransfers):
         return None
 
     def _alloc_windows_to_fetch(self, keys: list[bytes], transfers: list[PoolTransfer]) -> bool:
-        """Take host slots for the last pages of every windowed pool; False where one has no room, on any rank."""
+        """Take host slots for the last pages of every windowed pool; False where one has no room."""
         for name, pool in self.windows.items():
             last = keys[max(0, len(keys) - pool.window_pages) :]
             indices = self._alloc_window_host(name, len(last))
             if indices is None:
-                break
+                return False
             transfers.append(
                 PoolTransfer(name, host_indices=indices, keys=last, hit_policy=PoolHitPolicy.TRAILING_PAGES)
             )
-        all_there = int(len(transfers) == len(self.windows))
-        return not self.windows or bool(self.controller.agreement.smallest([all_there])[0])
+        return True
 
     def _adopt_prefetched(self, started: Prefetching, got: int) -> Match | None:
         match, end = started.match, started.match.pages + got
@@ -300,6 +330,7 @@ class TreeLoads(TreeTransfers):
 
     # From the host to the device
 
+    @bounded
     def load_back(self, match: Match, *, wait: bool = True) -> Match:
         """Load what the match has on the host to the device.
 
@@ -375,7 +406,7 @@ class TreeLoads(TreeTransfers):
                 continue
             if node.parent is None:
                 return self._like(match, self.root, 0)
-            fitting = pinned.device_pages + self.device_allocator.available_pages
+            fitting = pinned.device_pages + self._device_room()
             if self.windows or fitting >= pages:
                 node, pages = self._last_restorable(node.parent, pages - node.pages)
             else:
@@ -426,8 +457,7 @@ class TreeLoads(TreeTransfers):
         operation = self._operation([])
         # Ctrl-C in between would leave a load that no node knows, or nodes that wait for none.
         with interrupts_held_back():
-            with self._reclaim.held():
-                target = self.controller.load(slots, node_id=operation.id, **further(transfers))
+            target = self._queue_load(operation, slots, transfers)
             if target is None:
                 return False
             self._start_load(operation, nodes, self._pages(target.cpu()), parts, transfers)
@@ -454,6 +484,7 @@ class TreeLoads(TreeTransfers):
         ):
             self.poll(wait=True)
 
+    @bounded
     def settle(self, match: Match) -> Match:
         """Wait for the loads that fill a match; the match it returns replaces it, shorter where one failed."""
         while True:

@@ -17,10 +17,17 @@ class Reclaim:
 
     An allocation of the engine that finds a pool short calls back, and the tree evicts. An allocation of the tree calls
     back as well, in the midst of its own work; there the tree has made what room it can before, and nothing is evicted
-    under its hands. The same holds for a thread other than the one that uses the tree, as the tree is not thread-safe.
+    under its hands. The same holds for a thread other than the one that uses the tree, as the tree is not thread-safe,
+    and where ranks keep equal trees: the others know nothing of this one's pool.
+
+    Parameters
+    ----------
+    alone
+        Whether this is the only rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
         self._thread = threading.get_ident()
         self._working = 0
 
@@ -60,6 +67,9 @@ class Reclaim:
 
     def _may_evict(self, entry: PoolEntry) -> bool:
         if self._working:
+            return False
+        if not self._alone:
+            logger.debug("pool %s is short on this rank; ranks make room by calls of the tree, in step", entry.name)
             return False
         if threading.get_ident() != self._thread:
             logger.debug("pool %s is short on a thread that does not use the tree", entry.name)

@@ -11,8 +11,7 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..first_error import FirstError
-from ..interrupts import interrupts_held_back
-from .backups import further
+from ..interrupts import interruptibly, interrupts_held_back
 from .node import NO_PAGES, Operation, Pages, Pin, TreeNode
 from .results import Match, Restored
 
@@ -84,25 +83,29 @@ class Retraction:
         return True
 
     def restore(self, request_id: str) -> Restored | None:
-        """Bring a request back to the device, all of it or nothing."""
+        """Bring a request back to the device, all of it or nothing.
+
+        An interrupt comes while this waits, and leaves the request as it was, or once it is on the device.
+        """
         cache = self._cache
         kept = self._requests[request_id]
-        match = cache._like(kept.match, kept.node, kept.match.pages)
         found = None
-        try:
-            with interrupts_held_back():
+        with interrupts_held_back():
+            match = cache._like(kept.match, kept.node, kept.match.pages)
+            try:
                 match = self._load_prefix(match)
                 match = cache.settle(match)
                 found = self._load(kept) if match.pages == kept.match.pages else None
-        except BaseException:
-            if found is not None:
-                self._free_device(*found)
-            cache.release(match)
-            raise
-        if found is None:
-            cache.release(match)
-            return None
-        self.discard(request_id)
+                interruptibly(lambda: None)
+            except BaseException:
+                if found is not None:
+                    self._free_device(*found)
+                cache.release(match)
+                raise
+            if found is None:
+                cache.release(match)
+                return None
+            self.discard(request_id)
         return Restored(match, *found)
 
     def _load_prefix(self, match: Match) -> Match:
@@ -177,7 +180,7 @@ class Retraction:
         ]
         slots = cache._slots(pages)
         for name, mine in given.items():
-            missing = len(mine) - cache.windows[name].free_host_pages()
+            missing = len(mine) - cache._smallest(cache.windows[name].free_host_pages())
             if missing > 0:
                 cache.evict_window_host(name, missing)
         host = cache._queue_write(operation, slots, transfers)
@@ -204,8 +207,7 @@ class Retraction:
             for name, slots in kept.windows.items()
         ]
         operation = cache._operation([])
-        with cache._reclaim.held():
-            device = cache.controller.load(kept.anchor, node_id=operation.id, **further(transfers))
+        device = cache._queue_load(operation, kept.anchor, transfers)
         if device is None:
             return None
         cache.controller.start_loading()

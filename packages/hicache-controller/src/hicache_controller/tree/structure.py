@@ -47,6 +47,7 @@ class NamespaceBooks:
     quota: Quota
     device_queue: EvictionQueue[TreeNode] | None = None
     host_queue: EvictionQueue[TreeNode] | None = None
+    unsaved_queue: EvictionQueue[TreeNode] | None = None
     device_pages: int = 0
     host_pages: int = 0
 
@@ -98,6 +99,7 @@ class TreeStructure:
         self._evicted_value: float = 0
         self._device_queue = self._queue(1, device=True)
         self._host_queue = self._queue(2, device=False)
+        self._unsaved_queue = self._queue(64, device=False, backups=1)
         self._owners: dict[Namespace, int] = {NO_NAMESPACE: 0}
         self._books: list[NamespaceBooks] = [NamespaceBooks(NO_QUOTA)]
         for namespace, quota in quotas.items():
@@ -109,6 +111,7 @@ class TreeStructure:
         books.quota = quota
         if books.device_queue is None and books.host_queue is None:
             books.device_queue, books.host_queue = self._queue(4, device=True), self._queue(8, device=False)
+            books.unsaved_queue = self._queue(128, device=False, backups=1)
             for node in self._all_nodes():
                 self._offer(node, device=True)
                 self._offer(node, device=False)
@@ -342,17 +345,22 @@ class TreeStructure:
             if node.device is None and node.host is None:
                 self._remove(node)
 
-    def _drop_host(self, node: TreeNode) -> None:
-        """Take a node off the host, and out of the tree where it is in no tier then."""
+    def _drop_host(self, node: TreeNode) -> int:
+        """Take a node off the host, and out of the tree where it is in no tier then; returns the pages that are free.
+
+        Others are so once what is in flight is done with them.
+        """
+        freed = 0
         try:
             if node.host is not None:
-                self.controller.evict_host(self._slots(unpack(node.host)))
+                freed = self.controller.evict_host(self._slots(unpack(node.host))) // self.page_size
                 self._clear_host(node)
                 if node.write is None:
                     self._tell(Change.REMOVED, Tier.HOST, node)
         finally:  # also where a listener raises
             if node.device is None and node.host is None:
                 self._remove(node)
+        return freed
 
     def _drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Give back one side of a window part; returns its pages."""
@@ -432,7 +440,9 @@ class TreeStructure:
 
     # Locks and queues
 
-    def _queue(self, bit: int, *, device: bool) -> EvictionQueue[TreeNode]:
+    def _queue(self, bit: int, *, device: bool, backups: int = 0) -> EvictionQueue[TreeNode]:
+        """Make a queue of the leaves of a tier that nothing locks, or that so many backups alone lock."""
+
         def rank(node: TreeNode) -> tuple[float, float, int]:
             return node.priority, node.value, node.last_access
 
@@ -441,7 +451,14 @@ class TreeStructure:
                 bit, rank, lambda node: node.device is not None and not (node.device_children or node.device_lock)
             )
         return EvictionQueue(
-            bit, rank, lambda node: node.host is not None and not (node.host_children or node.host_lock)
+            bit,
+            rank,
+            lambda node: (
+                node.host is not None
+                and not node.host_children
+                and node.host_lock == backups
+                and (not backups or node.backup is not None)
+            ),
         )
 
     def _offer(self, node: TreeNode, *, device: bool) -> None:
@@ -449,10 +466,13 @@ class TreeStructure:
         if node.parent is None:
             return
         books = self._books[node.owner]
-        own = books.device_queue if device else books.host_queue
-        (self._device_queue if device else self._host_queue).offer(node)
-        if own is not None:
-            own.offer(node)
+        queues = [(self._device_queue, books.device_queue) if device else (self._host_queue, books.host_queue)]
+        if node.backup is not None and not device:
+            queues.append((self._unsaved_queue, books.unsaved_queue))
+        for common, own in queues:
+            common.offer(node)
+            if own is not None:
+                own.offer(node)
 
     def _unlock_device(self, node: TreeNode) -> None:
         node.device_lock -= 1
@@ -461,6 +481,16 @@ class TreeStructure:
     def _unlock_host(self, node: TreeNode) -> None:
         node.host_lock -= 1
         self._offer(node, device=False)
+
+    # Ranks
+
+    def _smallest(self, value: int) -> int:
+        """Smallest value of all ranks; this one's where others are lost, as the engine here may go on."""
+        agreement = self.controller.agreement
+        return value if agreement.broken else agreement.smallest([value])[0]
+
+    def _on_all_ranks(self, here: bool) -> bool:
+        return bool(self._smallest(int(here)))
 
     # Slots, events
 

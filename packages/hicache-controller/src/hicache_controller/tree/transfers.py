@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from ..first_error import FirstError
 from ..interrupts import interrupts_held_back
 from ..operations import Ack
 from .backups import TreeBackups, further
+from .bounded import bounded
 from .events import CacheEvent, Change, Tier
 from .node import Operation, Pages, TreeNode, WindowPart, pack, unpack
 
@@ -35,7 +35,13 @@ class TreeTransfers(TreeBackups):
 
         The writes are queued; the next :meth:`poll` starts them, merged.
         """
-        return all(self._write(above) for above in [n for n in self._path(node) if n.host is None][::-1])
+        missing = [above for above in self._path(node) if above.host is None][::-1]
+        for number, above in enumerate(missing):
+            if not self._write(above):
+                if self.controller.has_storage:
+                    self.controller.storage.skipped(sum(each.pages for each in missing[number:]))
+                return False
+        return True
 
     def _write(self, node: TreeNode) -> bool:
         if node.device is None or node.pages * self.page_size > self.controller.mem_pool_host.size:
@@ -81,9 +87,17 @@ class TreeTransfers(TreeBackups):
     def _queue_write(
         self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()
     ) -> torch.Tensor | None:
-        """Take host slots and queue a write; None, with nothing evicted, where there are too few."""
+        """Take host slots and queue a write; None, with nothing evicted, where a rank has too few.
+
+        Their trees are equal, but not what their storages still read of pages that have left.
+        """
         with self._reclaim.held():
-            return self.controller.write(slots, node_id=operation.id, **further(transfers))
+            host = self.controller.write(slots, node_id=operation.id, **further(transfers))
+        if self._on_all_ranks(host is not None):
+            return host
+        if host is not None:
+            self.controller.cancel_write(operation.id)
+        return None
 
     def _host_quota(self, node: TreeNode) -> bool:
         """Whether the namespace may have the node on the host too, after evicting its other leaves if need be."""
@@ -93,7 +107,7 @@ class TreeTransfers(TreeBackups):
             return True
         missing = books.host_pages + node.pages - limit
         if missing > 0 and node.pages <= limit:
-            self._evict_host(books.host_queue, missing)
+            self._evict_host(books.host_queue, books.unsaved_queue, missing)
         return books.host_pages + node.pages <= limit
 
     def _write_windows(self, node: TreeNode) -> None:
@@ -241,6 +255,18 @@ class TreeTransfers(TreeBackups):
 
     # Loads
 
+    def _queue_load(
+        self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer]
+    ) -> torch.Tensor | None:
+        """Take device slots and queue a load; None, with nothing evicted, where a rank has too few."""
+        with self._reclaim.held():
+            device = self.controller.load(slots, node_id=operation.id, **further(transfers))
+        if self._on_all_ranks(device is not None):
+            return device
+        if device is not None:
+            self.controller.cancel_load(operation.id)
+        return None
+
     def _start_load(
         self,
         operation: Operation,
@@ -303,11 +329,12 @@ class TreeTransfers(TreeBackups):
 
     # Transfers in flight
 
+    @bounded
     def poll(self, *, wait: bool = False) -> bool:
         """Take in finished transfers (with ``wait``, at least one where any is in flight); True if there were any.
 
         What a callback of the engine, or the listener, raises is raised once all are taken in; of several, the first.
-        Storage is waited for no longer than its timeout.
+        Storage is waited for within the scheduler's bound, so that False may come while backups run; see :meth:`drain`.
         """
         # Waits let interrupts in; elsewhere these would lose what the controller has told and no node knows yet.
         with interrupts_held_back(), FirstError() as errors, self._listener_kept(errors):
@@ -363,19 +390,25 @@ class TreeTransfers(TreeBackups):
                     finish(running.pop(number), failed=failed)
         return bool(acks)
 
-    def drain(self) -> None:
-        """Wait until no transfer is in flight, for storage at most its timeout each."""
-        self.poll()
-        while self._wait():
-            pass
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no transfer is in flight; tell whether that came.
 
-    def _wait(self, *, backups_until: float = math.inf) -> bool:
-        """Wait for one transfer, for backups only before a time of ``time.monotonic``; False if none came."""
-        if not (self._writes or self._loads):
-            in_time = time.monotonic() < backups_until
-            # To poll is to ask the other ranks, which have the same backups but clocks of their own.
-            if not (self._backups and self.controller.agreement.smallest([int(in_time)])[0]):
-                return False
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for storage; with 0 this is a poll that tells. By default as long as it gets on: as another
+            page is stored within its ``timeout_seconds``.
+        """
+        with self.controller.storage.one_call(math.inf if timeout is None else timeout):
+            self.poll()
+            while self._wait():
+                pass
+        return not (self._writes or self._loads or self._backups)
+
+    def _wait(self, *, backups: bool = True) -> bool:
+        """Wait for one transfer, or with ``backups`` for one of these where no other is left; False if none came."""
+        if not (self._writes or self._loads) and not (backups and self._backups):
+            return False
         return self.poll(wait=True)
 
     def _settle_writes(self, node: TreeNode) -> None:

@@ -9,7 +9,7 @@ from ...tree import UnifiedRadixCache
 from ...tree.keys import SequenceKeys
 from .past import Hit
 from .rows import Row
-from .tiers import Tiers
+from .tiers import STORAGE_WAIT_SECONDS, Tiers
 
 STORAGE_STEP_BYTES = 1 << 30
 """What is fetched from storage at a time; one piece loads while the next is fetched. The forward pass hides the load
@@ -62,7 +62,7 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
     row.match = match = tree.match_prefix(key.hashes[:limit], namespace=namespace)
     device, host = match.device_pages, match.host_pages
     if not load or tiers.windowed:
-        row.match = tree.prefetch(match)
+        row.match = tree.prefetch(match, timeout=STORAGE_WAIT_SECONDS)
     elif tiers.controller.has_storage:
         page_bytes = int(tiers.controller.storage_host_pool.page_bytes)
         step = max(1, STORAGE_STEP_BYTES // page_bytes)
@@ -75,7 +75,7 @@ def _find(tiers: Tiers, row: Row, key: SequenceKeys, limit: int, namespace: Name
                 try:
                     row.match = tree.load_back(row.match, wait=False)
                 finally:
-                    following = tree.finish_prefetch(coming, wait=True)
+                    following = tree.finish_prefetch(coming, wait=True, timeout=STORAGE_WAIT_SECONDS)
             except BaseException:
                 tree.release(following)
                 raise

@@ -37,6 +37,9 @@ STORAGE_BATCH_PAGES = 1024
 """Pages of one call to storage: sessions wait for all of a piece anyway, and a call costs half a millisecond. What is
 interrupted, or takes longer than sessions wait for storage, brings nothing."""
 
+STORAGE_WAIT_SECONDS = 30.0
+"""How long a session waits for storage: no scheduler is held up, and computing a prompt anew mostly takes longer."""
+
 WINDOWED_SHARE = 0.3
 """Part of a tier for windows and states, where the model has any beside full attention."""
 
@@ -205,7 +208,11 @@ def build_tiers(
             group,
             sidecars=sidecars,
             queue_inline=True,
-            storage=StorageSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, batch_pages=STORAGE_BATCH_PAGES),
+            storage=StorageSettings(
+                prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+                batch_pages=STORAGE_BATCH_PAGES,
+                max_wait_seconds=STORAGE_WAIT_SECONDS,
+            ),
         )
         undo.callback(controller.shutdown)
         components = []
