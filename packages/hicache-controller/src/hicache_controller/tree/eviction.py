@@ -200,6 +200,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.device_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
                 node.host_lock += 1
                 self._finish_saving([node])
@@ -210,6 +211,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.host_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             self._drop_host(node)
 
     # Eviction of windowed pools
