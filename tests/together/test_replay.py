@@ -20,6 +20,7 @@ from hicache_controller.replay import Replay, ReplayError, ReplayOptions, Verifi
 from hicache_controller.storage import MemoryStorage
 from hicache_controller.storage.base import RegisteredPool
 from hicache_controller.trace import TraceRequest, make_trace, read_trace, write_trace
+from hicache_controller.tree.policies import STRATEGIES
 
 
 def reuse(requests: list[TraceRequest]) -> tuple[int, int, int]:
@@ -131,6 +132,15 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
         assert report.paths[name].bytes > 0
         assert report.paths[name].seconds > 0
         assert report.paths[name].mean_run >= 1
+
+
+@pytest.mark.parametrize("eviction", STRATEGIES)
+def test_every_eviction_strategy_replays_without_a_wrong_byte(chats: list[TraceRequest], eviction: str) -> None:
+    with Replay(chats, small_options(chats, storage="memory", eviction=eviction)) as replay:
+        report = replay.run()
+        replay.cache.check_integrity()
+        assert type(replay.cache.strategy) is STRATEGIES[eviction]
+    assert 0 < report.l1_hits < report.hits <= reuse(chats)[1]
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
@@ -262,6 +272,10 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
         (["--l3-dir", "/proc/no/such/place"], "/proc/no/such/place"),
         (["--block-tokens", "100"], "no multiple of page_size"),
         (["--row-bytes", "6"], "a multiple of 4 is expected"),
+        (
+            ["--eviction", "random"],
+            "eviction is 'random'; one of lru, lfu, size_aware,",
+        ),
         (["--pool", "abc"], "one of mha, mla"),
         (["--l1-pages", "many"], "--l1-pages is 'many'"),
         (["--l1-pages", "10000000"], "host memory"),

@@ -124,6 +124,9 @@ def replay(
         PrefetchPolicy, typer.Option(help="How long a request waits for its pages from storage.")
     ] = PrefetchPolicy.WAIT_COMPLETE,
     write_policy: Annotated[WritePolicy, typer.Option(help="When pages are written back.")] = WritePolicy.WRITE_THROUGH,
+    eviction: Annotated[
+        str, typer.Option(help="What leaves a tier first: lru, lfu, size_aware, fifo, filo, mru or slru.")
+    ] = "lru",
     data: Annotated[
         bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")
     ] = True,
@@ -171,6 +174,7 @@ def replay(
         l3_bytes=l3_bytes,
         l3_dir=l3_dir,
         write_policy=write_policy,
+        eviction=eviction,
         data=data,
         storage=storage,
         mooncake_master=mooncake_master,

@@ -13,6 +13,7 @@ from hicache_pools.memory_budget import HostMemoryBudget
 from ..radix import WritePolicy
 from ..storage_worker import PrefetchPolicy
 from ..trace import TraceRequest
+from ..tree.policies import STRATEGIES
 from .plans import POOLS, Geometry, PoolPlan, model_pools
 
 STORAGES = ("file", "memory", "mooncake")
@@ -78,6 +79,8 @@ class ReplayOptions:
         Memory that this process adds to the store, for as long as it lives; 0 where others give it.
     prefetch_policy
         How long a request waits for its pages from storage.
+    eviction
+        Name of the strategy that says what leaves a tier first, as of the tree.
     """
 
     device: str = "cpu"
@@ -100,12 +103,15 @@ class ReplayOptions:
     checkpoint_blocks: int = 1
     l1_checkpoints: int | None = None
     l2_checkpoints: int | None = None
+    eviction: str = "lru"
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
         """Raise ReplayError for the first option that cannot work with these requests."""
         self._check_numbers()
         if self.storage not in STORAGES:
             raise ReplayError(f"storage is {self.storage!r}; one of {', '.join(STORAGES)} is expected")
+        if self.eviction not in STRATEGIES:
+            raise ReplayError(f"eviction is {self.eviction!r}; one of {', '.join(STRATEGIES)} is expected")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
             raise ReplayError(f"device is {self.device!r}; cpu or cuda is expected")
         if self.device != "cpu" and not torch.cuda.is_available():

@@ -72,6 +72,7 @@ class Replay:
             self.model.allocator,
             page_size=self.model.slots_per_page,
             write_policy=options.write_policy,
+            eviction=options.eviction,
             components=self.model.windows,
         )
 

@@ -21,7 +21,7 @@ from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
 from .node import NO_PAGES, Pages, TreeNode, unpack
-from .policies import EvictionStrategy, Quota, WritePolicy
+from .policies import AnyStrategy, Quota, WritePolicy
 from .references import TreeReferences
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
@@ -54,7 +54,8 @@ class UnifiedRadixCache(TreeReferences):
     selective_hits
         Uses after which ``write_through_selective`` writes a node.
     eviction
-        ``"lru"``, ``"lfu"``, ``"size_aware"`` or an :class:`EvictionStrategy`.
+        ``"lru"``, ``"lfu"``, ``"size_aware"``, ``"fifo"``, ``"filo"``, ``"mru"``, ``"slru"``, an
+        :class:`EvictionStrategy` or a :class:`PlacedEvictionStrategy`.
     components
         Pools of which a prefix needs the last pages alone.
     quotas
@@ -83,7 +84,7 @@ class UnifiedRadixCache(TreeReferences):
         page_size: int,
         write_policy: WritePolicy | str = WritePolicy.WRITE_THROUGH,
         selective_hits: int = 2,
-        eviction: EvictionStrategy | str = "lru",
+        eviction: AnyStrategy | str = "lru",
         components: Sequence[WindowComponent] = (),
         quotas: Mapping[Namespace, Quota] | None = None,
         load_back_pages: int = 1,
@@ -217,7 +218,7 @@ class UnifiedRadixCache(TreeReferences):
                 self._ensure_host(node)
             self._write_windows(node)
         except Exception:
-            logger.exception("a prefix of %d pages was not written to the host", self._depth(node))
+            logger.exception("a prefix of %d pages was not written to the host", node.depth)
 
     @bounded
     def alloc_device(self, count: int) -> Pages | None:

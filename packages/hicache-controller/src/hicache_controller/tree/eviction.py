@@ -215,6 +215,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.device_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
                 node.host_lock += 1
                 self._finish_saving([node])
@@ -225,6 +226,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.host_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             self._drop_host(node)
 
     # Eviction of windowed pools

@@ -194,6 +194,10 @@ class TreeNode(Storable):
     ----------
     keys
         Page keys, :data:`KEY_BYTES` bytes each.
+    depth
+        Pages from the root to its end.
+    created
+        Tick of the request that brought its pages; both parts of a node that is cut keep it.
     device, host
         Page numbers, or None.
     children
@@ -214,6 +218,8 @@ class TreeNode(Storable):
     parent: TreeNode | None
     keys: bytes
     owner: int = 0
+    depth: int = 0
+    created: int = 0
     device: PackedPages | None = None
     host: PackedPages | None = None
     children: TreeNode | dict[bytes, TreeNode] | None = None

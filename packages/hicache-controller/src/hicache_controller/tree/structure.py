@@ -18,8 +18,11 @@ from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
 from .keys import KEY_BYTES, common_pages, key_list, own_tokens
 from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, cut, pack, packed_count, unpack
-from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
+from .policies import NO_NAMESPACE, NO_QUOTA, AnyStrategy, Quota, eviction_strategy, is_placed
 from .queue import EvictionQueue
+
+_QUEUES = 1 | 2 | 4 | 8
+"""Bits of ``TreeNode.queued`` of the queues of both tiers, and of a namespace's own."""
 
 
 class PageAllocator(Protocol):
@@ -70,7 +73,7 @@ class TreeStructure:
         device_allocator: PageAllocator,
         *,
         page_size: int,
-        eviction: EvictionStrategy | str,
+        eviction: AnyStrategy | str,
         components: Sequence[WindowComponent],
         quotas: Mapping[Namespace, Quota],
         listener: Listener | None,
@@ -88,6 +91,8 @@ class TreeStructure:
         self.device_allocator = device_allocator
         self.page_size = page_size
         self.strategy = eviction_strategy(eviction)
+        self._value: Callable[..., float] = self.strategy.value
+        self._placed = is_placed(self.strategy)
         self.listener = listener
         self.clock = time.monotonic if clock is None else clock
         self.windows = {str(c.name): WindowPool(c, controller.host_group.get_entry(c.name)) for c in components}
@@ -164,17 +169,30 @@ class TreeStructure:
             yield node
             stack.extend(node.all_children())
 
-    def _depth(self, node: TreeNode) -> int:
-        """Pages from the root to the end of a node."""
-        return sum(above.pages for above in self._path(node))
-
     def _used(self, node: TreeNode, priority: int) -> None:
         """Note that a request uses a node."""
-        node.last_access = self._tick
-        node.hits += 1
+        tick = node.last_access = self._tick
+        hits = node.hits = node.hits + 1
         if priority > node.priority:
             node.priority = priority
-        node.value = self.strategy.value(hits=node.hits, pages=node.pages, tick=self._tick, clock=self._evicted_value)
+        pages, clock = len(node.keys) // KEY_BYTES, self._evicted_value
+        if self._placed:
+            value = self._value(hits=hits, pages=pages, tick=tick, clock=clock, created=node.created, depth=node.depth)
+        else:
+            value = self._value(hits=hits, pages=pages, tick=tick, clock=clock)
+        if value >= node.value:
+            node.value = value
+        else:
+            self._sink(node, value)
+
+    def _sink(self, node: TreeNode, value: float) -> None:
+        """Give a node a lower value, with which it has to be offered anew."""
+        if value != value:
+            raise ValueError(f"eviction {self.strategy!r} gave a node the value {value}; accepted are numbers")
+        node.value = value
+        node.queued &= ~_QUEUES
+        self._offer(node, device=True)
+        self._offer(node, device=False)
 
     # Windows of a prefix
 
@@ -228,7 +246,11 @@ class TreeStructure:
     # Shape of the tree
 
     def _add_child(self, parent: TreeNode, keys: bytes, owner: int) -> TreeNode:
-        node = TreeNode(self._new_id(), parent, keys, owner, last_access=self._tick)
+        depth = parent.depth + len(keys) // KEY_BYTES
+        node = TreeNode(self._new_id(), parent, keys, owner, depth, created=self._tick, last_access=self._tick)
+        # It waits for eviction before the use that brought it is counted, and has the value of that use from the start.
+        self._used(node, 0)
+        node.hits = 0
         parent.add_child(node)
         return node
 
@@ -242,6 +264,8 @@ class TreeStructure:
             parent,
             node.keys[: at * KEY_BYTES],
             node.owner,
+            node.depth - node.pages + at,
+            node.created,
             hits=node.hits,
             value=node.value,
             priority=node.priority,
