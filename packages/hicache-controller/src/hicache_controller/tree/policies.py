@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from ..hashing import Namespace
-
-
-class WritePolicy(StrEnum):
-    """When a node's pages are written from the device to the host (and from there to storage)."""
-
-    WRITE_THROUGH = "write_through"
-    """As soon as they are inserted."""
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once a node was matched ``selective_hits`` times."""
-    WRITE_BACK = "write_back"
-    """When they are evicted from the device."""
+from ..policies import WritePolicy as WritePolicy
 
 
 class EvictionStrategy(Protocol):
