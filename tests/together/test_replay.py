@@ -302,7 +302,7 @@ def test_trace_is_not_overwritten_by_its_figures(tmp_path: Path) -> None:
     before = trace.read_bytes()
     run = hicache("replay", trace, "--json", trace)
     assert run.exit_code == 2
-    assert "that is the trace" in run.stderr
+    assert "that is an input" in run.stderr
     assert trace.read_bytes() == before
 
 
