@@ -132,7 +132,7 @@ def test_missing_library_of_mooncake_is_named_with_its_packages(
     run = run_within_a_gib("hicache_controller.cli", "replay", trace, "--storage", "mooncake")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"hicache: Mooncake cannot be imported ({missing})")
-    assert run.stderr.endswith("libibverbs1, librdmacm1 and libnuma1\n")
+    assert run.stderr.endswith("packages libibverbs1 librdmacm1 libnuma1\n")
     assert run.stderr.count("\n") == 1
 
 

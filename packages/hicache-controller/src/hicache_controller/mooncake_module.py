@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+SYSTEM_PACKAGES = ("libibverbs1", "librdmacm1", "libnuma1")
+"""Of Debian and Ubuntu."""
+
 
 def import_mooncake() -> Any:
     """Return the module ``mooncake.store``.
@@ -18,6 +21,6 @@ def import_mooncake() -> Any:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
         raise ImportError(
-            f"Mooncake cannot be imported ({error}): install hicache-controller[mooncake], and the system's packages "
-            "libibverbs1, librdmacm1 and libnuma1"
+            f"Mooncake cannot be imported ({error}): install hicache-controller[mooncake] and the system's packages "
+            f"{' '.join(SYSTEM_PACKAGES)}"
         ) from error
