@@ -1,9 +1,14 @@
 """Fixtures of every layer; imports nothing but torch, so that each layer's tests run with only that layer installed."""
 
 import os
+import signal
 
 import pytest
 import torch
+
+# A shell's background jobs and nohup ignore the interrupt, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def needs(condition: bool, reason: str) -> None:

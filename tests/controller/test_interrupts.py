@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -204,3 +207,10 @@ def test_what_an_interrupted_engine_has_begun_to_move_stays_in_its_books(make_st
     assert nth > 100
     assert engine.close(30)
     stack.group.free(host)
+
+
+def test_tests_that_are_started_with_the_interrupt_ignored_can_be_interrupted() -> None:
+    program = "import signal, tests.conftest; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    command = 'trap "" INT; exec "$0" -c "$1"'
+    root = Path(__file__).parents[2]
+    subprocess.run(["sh", "-c", command, sys.executable, program], cwd=root, check=True)

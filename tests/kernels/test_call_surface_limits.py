@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_kernels import jit_kernel, jit_kernel_reference, row_copy
-from hicache_kernels.pointer_table import pointer_table, remembered_layers
+from hicache_kernels.pointer_tables import pointer_table, remembered_layers
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
 

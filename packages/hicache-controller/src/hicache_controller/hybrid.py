@@ -261,6 +261,9 @@ class HybridCacheController(HiCacheController):
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> bool:
+        if not pool_transfers:
+            return True
+
         def resolve() -> object:
             return self.host_group.resolve_host_transfers(
                 pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
@@ -274,6 +277,8 @@ class HybridCacheController(HiCacheController):
     def _resolve_device(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> bool:
+        if not pool_transfers:
+            return True
         resolved = self.host_group.resolve_device_transfers(
             pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
         )

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import compile_module, record_path
 from .compilers import BuildError, find_compiler
 from .scratch import scratch_directory
 from .spec import ModuleSpec, module_specs
@@ -101,6 +100,8 @@ def build_ahead(
 
 
 def _build_one(spec: ModuleSpec, archs: tuple[str, ...], out: Path) -> AheadResult:
+    from .build import compile_module, record_path  # with torch, which is not needed to see that an argument is wrong
+
     start = time.perf_counter()
     try:
         with scratch_directory(out, f".{spec.key}.") as scratch:

@@ -11,7 +11,7 @@ import tvm_ffi
 
 from . import row_launch
 from .checks import check_tensor
-from .pointer_table import Layers
+from .pointer_tables import Layers
 from .probe import load_module, unavailable_reason
 from .row_sets import (
     DIRECT_GRANULE,
@@ -49,7 +49,7 @@ def _check_remembered(name: str, device: torch.device, *sides: Sequence[Rows]) -
                 reason = "asked for" if _plain_torch.get() else unavailable_reason(name, module_device_type(device))
                 raise RuntimeError(
                     f"{rows.name} is a foreign pointer table, which only a compiled build can follow; this copy runs "
-                    f"in plain torch ({reason}); make the table with hicache_kernels.pointer_table.pointer_table()"
+                    f"in plain torch ({reason}); make the table with hicache_kernels.pointer_table()"
                 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .checks import check_tensor
-from .pointer_table import Layers, remembered_layers
+from .pointer_tables import Layers, remembered_layers
 
 DIRECT_GRANULE = 4
 """Rows of the main module are a multiple of this many bytes."""

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from ..hashing import Namespace
+from ..policies import WritePolicy as WritePolicy
 
 _PROTECTED_HITS = 2
 _PROTECTED = 1 << 62
 """What a protected node's value is above those on probation: more ticks than there will be."""
-
-
-class WritePolicy(StrEnum):
-    """When a node's pages are written from the device to the host (and from there to storage)."""
-
-    WRITE_THROUGH = "write_through"
-    """As soon as they are inserted."""
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once a node was matched ``selective_hits`` times."""
-    WRITE_BACK = "write_back"
-    """When they are evicted from the device."""
 
 
 class EvictionStrategy(Protocol):
