@@ -20,7 +20,7 @@ from .interrupts import interruptibly, interrupts_held_back
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
 from .storage.base import HiCacheStorage
-from .transfer_handle import InFlightOperation, TransferHandle
+from .transfer_handle import InFlightOperation, Source
 
 logger = logging.getLogger(__name__)
 
@@ -168,9 +168,7 @@ class StorageTask(InFlightOperation):
 
     host_ready: HostSignal
 
-    def __init__(
-        self, parts: Sequence[StoragePart], after: Sequence[Event], sources: Sequence[TransferHandle] = ()
-    ) -> None:
+    def __init__(self, parts: Sequence[StoragePart], after: Sequence[Event], sources: Sequence[Source] = ()) -> None:
         super().__init__(sources)
         self.parts = tuple(parts)
         self.after = tuple(after)
@@ -213,7 +211,7 @@ class BackupOperation(StorageTask):
         parts: Sequence[StoragePart],
         node_id: int,
         after: Sequence[Event] = (),
-        sources: Sequence[TransferHandle] = (),
+        sources: Sequence[Source] = (),
     ) -> None:
         super().__init__(parts, after, sources)
         self.node_id = node_id
