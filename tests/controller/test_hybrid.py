@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from hicache_controller.controller import HiCacheController
 from hicache_controller.hybrid import HybridCacheController, SidecarPoolSpec
 from hicache_controller.layer_map import layer_plan
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings
-from hicache_pools.device_pools import MambaPool, MHATokenToKVPool
+from hicache_pools.device_pools import DSATokenToKVPool, MambaPool, MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.host_pools import MambaPoolHost, MHATokenToKVPoolHost, NullPoolHost
+from hicache_pools.host_pools import DSAIndexerPoolHost, MambaPoolHost, MHATokenToKVPoolHost, NullPoolHost
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 PAGE = 4
@@ -326,6 +327,25 @@ def test_host_slots_that_nobody_owns_are_refused_in_every_pool(make_hybrid):
     anchor, recurrent = stack.rows(slots, loaded.device_indices)
     assert all(map(torch.equal, anchor, rows[0]))
     assert all(map(torch.equal, recurrent, (then[1:] for then in rows[1])))
+
+
+def test_rows_that_stand_for_a_page_are_written_whole():
+    slots = PAGES * PAGE
+    device = DSATokenToKVPool.from_buffers(
+        kv=random_layers(slots, 1, 8),
+        index_k=[torch.randint(0, 256, (PAGES, 16), dtype=torch.uint8) for _ in range(2)],
+        page_size=PAGE,
+    )
+    host = DSAIndexerPoolHost(device, 1, 0, PAGE, pin_memory=False)
+    controller = HiCacheController(HostPoolGroup([PoolEntry("indexer", host, device, lambda layer: layer)]))
+    order = torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])
+    with pytest.raises(ValueError, match="not whole rows; accepted are 4 neighbours each"):
+        controller.write(order, node_id=1)
+    assert host.available_size() == slots
+    controller.write(torch.tensor([4, 5, 6, 7, 0, 1, 2, 3]), node_id=1)
+    controller.start_writing()
+    assert [ack.error for ack in controller.poll_writes(wait=True)] == [None]
+    assert controller.shutdown()
 
 
 def test_a_sidecar_with_fewer_slots_than_it_shares_is_refused_at_the_call(make_hybrid):

@@ -7,6 +7,7 @@ import torch
 
 from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
+from hicache_pools.host_pools.base import HostPool
 
 from .in_flight import aligned_blocks
 
@@ -73,7 +74,7 @@ def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> 
 
 def _slots_a_row(entry: PoolEntry) -> int:
     """Slots that share a device row; 1 where that is not known, or only behind a translation."""
-    pool = entry.device_pool
-    if not isinstance(pool, DevicePool) or pool.index_translation is not None:
+    host, device = entry.host_pool, entry.device_pool
+    if not isinstance(host, HostPool) or (isinstance(device, DevicePool) and device.index_translation is not None):
         return 1
-    return pool.components[0].slots_per_row
+    return host.geometry.page_size // host.geometry.rows_per_page
