@@ -16,6 +16,7 @@ from .agreement import Agreement
 from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
 from .first_error import FirstError
+from .forks import refuse_in_forks
 from .host_slots import HostSlots
 from .in_flight import Access, Side, Use
 from .indices import check_device_indices, own_indices
@@ -51,6 +52,7 @@ class TransferController:
         metrics: Metrics | None,
         guards: Guards | None,
     ) -> None:
+        refuse_in_forks(self)
         self.mem_pool_host = self.host_group = host_group
         self.metrics = metrics if metrics is not None else Metrics()
         self.io_backend = io_backend

@@ -10,6 +10,7 @@ import torch
 
 from .events import Event, wait_until_done
 from .failure_log import FailureLog
+from .forks import refuse_in_forks
 from .in_flight import Access, Granules, InFlight, Place, Side, Use
 from .interrupts import interrupts_held_back
 from .lanes import LanePair
@@ -72,6 +73,7 @@ class L2TransferEngine:
         metrics: Metrics | None = None,
         guards: Guards | None = None,
     ) -> None:
+        refuse_in_forks(self)
         self.device = torch.device(device)
         self.synchronous = synchronous
         self._queue_inline = queue_inline

@@ -12,6 +12,7 @@ import torch
 
 from ..controller import HiCacheController
 from ..first_error import FirstError
+from ..forks import refuse_in_forks
 from ..hashing import Namespace
 from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
@@ -73,6 +74,7 @@ class TreeStructure:
                 f"controller is a {type(controller).__name__}; a tree with components {names} needs a "
                 "HybridCacheController"
             )
+        refuse_in_forks(self)
         self.controller = controller
         self.device_allocator = device_allocator
         self.page_size = page_size
