@@ -23,6 +23,7 @@ REQUIRED_POOL_ATTRIBUTES = (
     "layer_num",
     "layout",
     "load_to_device_per_layer",
+    "owned_pages",
     "page_size",
     "size",
 )

@@ -15,6 +15,8 @@ import torch
 
 from hicache_pools import PoolHitPolicy, PoolTransfer
 
+from ..forks import refuse_in_forks
+
 logger = logging.getLogger(__name__)
 
 RemovalListener = Callable[[Sequence[bytes], str], None]
@@ -101,6 +103,7 @@ class HiCacheStorage(ABC):
     """
 
     def __init__(self) -> None:
+        refuse_in_forks(self)
         self._pools: dict[str, RegisteredPool] = {}
         self._closed = False
         self._removal_listener: RemovalListener | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .bounded import bounded
+from .namespaces import NamespaceBooks
 from .node import Operation, Pages, TreeNode, WindowPart
 from .policies import WritePolicy
 from .queue import EvictionQueue
@@ -205,9 +206,8 @@ class TreeEviction(TreeStructure, ABC):
             node.device is None and self.controller.has_storage and any(part.write is not None for part in node.windows)
         )
 
-    def _keep_quota(self, owner: int) -> None:
+    def _keep_quota(self, books: NamespaceBooks) -> None:
         """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
-        books = self._books[owner]
         if books.device_queue is None or books.host_queue is None:
             return
         limit = books.quota.device_pages

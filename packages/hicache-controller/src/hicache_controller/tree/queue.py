@@ -81,6 +81,10 @@ class EvictionQueue(Generic[Item]):
             self.offer(item)
         return None
 
+    def clear(self) -> None:
+        """Forget every entry, as no item will be offered or popped again."""
+        self._heap.clear()
+
     def _forget_outdated(self) -> None:
         """Drop leftovers and what may not leave, as most nodes get children; a few steps for each offer."""
         kept = []

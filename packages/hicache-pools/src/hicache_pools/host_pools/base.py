@@ -257,6 +257,10 @@ class HostPool:
         """Give pages back; returns how many. A bad page raises and changes nothing."""
         return self.allocator.free_pages(pages)
 
+    def owned_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Return the pages of slots; ValueError unless they are whole pages, each once, that somebody owns."""
+        return self.allocator.owned_pages(indices)
+
     def available_size(self) -> int:
         """Return the free slots."""
         return self.allocator.available_size()
