@@ -92,13 +92,13 @@ class StorageSettings:
 
 
 class _Lookup(StorageTask):
-    """A question to storage: how many leading keys it has."""
+    """A question to storage: which prefixes of some keys it can restore, in pages."""
 
     def __init__(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> None:
         super().__init__((), ())
         self.keys = keys
         self.transfers = transfers
-        self.found = 0
+        self.found: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,18 +272,24 @@ class StorageLink:
 
     def exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = ()) -> int:
         """Return the leading pages of which storage has all that the pools need, on every rank."""
-        return self._agreement.smallest([self._exists(keys, transfers)])[0]
+        return self._agreement.smallest([max(self._lengths(keys, transfers), default=0)])[0]
 
-    def _exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> int:
+    def restorable_lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = ()) -> list[int]:
+        """Return every number of leading pages of which storage has all that the pools need, on every rank."""
+        found = set(self._lengths(keys, transfers))
+        agreed = self._agreement.smallest([int(length in found) for length in range(1, len(keys) + 1)])
+        return [length for length, everywhere in enumerate(agreed, 1) if everywhere]
+
+    def _lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> Sequence[int]:
         attached = self._attached
         if attached is None or not keys or time.monotonic() < self._quiet_until:
-            return 0
+            return ()
         if self._overdue_lookup is not None and not self._overdue_lookup.host_ready.query():
-            return 0
+            return ()
         self._overdue_lookup = None
         lookup = _Lookup(keys, transfers)
         if not attached.lookups.submit(lookup, timeout=0):
-            return 0
+            return ()
         if not lookup.host_ready.synchronize(self.settings.timeout_seconds):
             self._metrics.count("storage_timeouts", operation="exists")
             self._quiet_until = time.monotonic() + self.settings.back_off_seconds
@@ -293,11 +299,11 @@ class StorageLink:
                 self.settings.timeout_seconds,
                 self.settings.back_off_seconds,
             )
-            return 0
+            return ()
         if lookup.error is not None:
             self._metrics.count("storage_errors", operation="exists")
-            return 0
-        return min(lookup.found, len(keys))
+            return ()
+        return lookup.found
 
     # Backup
 
@@ -437,10 +443,10 @@ class StorageLink:
 
         def look_up(task: _Lookup) -> None:
             if not task.transfers:
-                task.found = backend.batch_exists(task.keys)
+                task.found = range(1, min(backend.batch_exists(task.keys), len(task.keys)) + 1)
             elif isinstance(backend, HiCacheStorage):
                 # A generic backend knows no hit policies, so with further pools it has no hits.
-                task.found = backend.batch_exists_pools(task.keys, task.transfers)
+                task.found = backend.restorable_lengths(task.keys, task.transfers)
 
         backups: StorageThread[BackupOperation] = StorageThread(
             "hicache-backup",
