@@ -467,6 +467,31 @@ def test_a_prefix_counts_only_where_every_pool_has_what_it_needs(make_hybrid):
     assert stack.controller.prefetch(host, keys[:2], request_id="r", pool_transfers=[transfer]).wait() == 0
 
 
+def test_every_length_that_can_be_restored_comes_from_one_look_at_the_storage(make_hybrid, monkeypatch):
+    stack = make_hybrid()
+    stack.controller.attach_storage_backend(MemoryStorage())
+    assert stack.controller.storage_restorable_lengths([bytes(16)]) == []
+    host, states, _ = stack.written(5, 3)
+    keys = [torch.randint(0, 256, (16,), dtype=torch.uint8).numpy().tobytes() for _ in range(5)]
+    behind = [keys[0], keys[2], keys[3]]
+    transfer = PoolTransfer("mamba", states, keys=behind, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    stack.controller.backup(host, keys, node_id=1, pool_transfers=[transfer])
+    assert stack.controller.poll_backups(wait=True)[0].error is None
+    longer = [*keys, bytes(16)]
+    assert stack.controller.storage_restorable_lengths(longer) == [1, 2, 3, 4, 5]
+    assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[state_of(longer)]) == [1, 3, 4]
+    assert stack.controller.storage_restorable_lengths(keys[:2], pool_transfers=[state_of(keys)]) == [1]
+    two_states = PoolTransfer("mamba", keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[two_states]) == [1, 4]
+    assert stack.controller.storage_exists(longer, pool_transfers=[state_of(longer)]) == 4
+    with monkeypatch.context() as ranks:
+        # Another rank has the states of pages 0, 1 and 2.
+        ranks.setattr(stack.controller.agreement, "smallest", lambda mine: list(map(min, mine, [1, 1, 1, 0, 0, 0])))
+        assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[state_of(longer)]) == [1, 3]
+    stack.controller.detach_storage_backend()
+    assert stack.controller.storage_restorable_lengths(keys) == []
+
+
 def test_a_sidecar_page_that_is_not_stored_ends_the_prefix_of_all(make_hybrid, monkeypatch):
     stack = make_hybrid()
     storage = MemoryStorage()

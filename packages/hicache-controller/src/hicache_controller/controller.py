@@ -169,6 +169,13 @@ class HiCacheController(TransferController):
         """Return how many leading pages are in the storage of every rank; 0 without, or where it fails or is slow."""
         return self.storage.exists(keys)
 
+    def storage_restorable_lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the length in pages of every prefix that is in the storage of every rank, in ascending order.
+
+        It asks storage once; ranks of a group have to ask with as many keys. Empty without storage, or where it fails.
+        """
+        return self.storage.restorable_lengths(keys)
+
     def backup(
         self,
         host_indices: torch.Tensor,

@@ -157,6 +157,17 @@ class HybridCacheController(HiCacheController):
         """
         return self.storage.exists(keys, self._with_sidecars(pool_transfers))
 
+    def storage_restorable_lengths(
+        self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()
+    ) -> list[int]:
+        """Return the length in pages of every prefix of which the storage of every rank has all that the pools need.
+
+        Lengths are in ascending order. Between two of them there may be prefixes that cannot be restored, where pages
+        of a window, or the state behind a page, are missing. Parameters are as in :meth:`storage_exists`; ranks of a
+        group have to ask with as many keys.
+        """
+        return self.storage.restorable_lengths(keys, self._with_sidecars(pool_transfers))
+
     def backup(
         self,
         host_indices: torch.Tensor,
