@@ -7,6 +7,8 @@ import types
 from typing import Any
 from weakref import WeakValueDictionary
 
+from .first_error import FirstError
+
 count = 0
 """Forks between the first process and this one; what was made at another count is a parent's."""
 
@@ -33,8 +35,10 @@ def fork_error(what: str) -> RuntimeError:
 def _refuse() -> None:
     global count
     count += 1
-    for owner in list(_owned.values()):
-        owner.__class__ = _refusing(type(owner))
+    with FirstError() as errors:
+        for owner in list(_owned.values()):
+            with errors.kept():
+                owner.__class__ = _refusing(type(owner))
     _owned.clear()
 
 

@@ -58,7 +58,7 @@ class StartedOperation:
 
     def failures(self) -> list[tuple[CacheOperation, BaseException]]:
         """Return the parts that have failed or were cancelled on this rank so far, and why."""
-        if not self.refused and self.handle is not None and not self.handle.error and not self.handle.part_errors:
+        if not self.refused and self.handle is not None and not self.handle.has_failed:
             return []
         found = list(self.refused.items())
         submitted = [part for part in self.parts if part not in self.refused]

@@ -252,6 +252,11 @@ class TransferHandle(InFlightOperation):
         """Whether the thread that runs it moves bytes itself, instead of queueing copies."""
         return self._device.moves_on_cpu(self.transfers)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether all or a part of it has failed."""
+        return self.error is not None or bool(self.part_errors)
+
     def part_error(self, number: int) -> BaseException | None:
         """Why one of the parts failed."""
         return self.part_errors.get(number, self.error)
@@ -351,7 +356,7 @@ class TransferHandle(InFlightOperation):
 
     def _check_sources_of(self, transfers: Sequence[L2Transfer]) -> None:
         for source in self._sources:
-            if source.handle.error is None and not source.handle.part_errors:
+            if not source.handle.has_failed:
                 continue
             for transfer in transfers:
                 use = transfer.use(source.use.place.side, Access.READ)
