@@ -14,6 +14,8 @@ from tests.kernels.workshop import Workshop, add, in_child
 from hicache_kernels import scratch
 
 BUILDER = """
+import os
+import signal
 import sys
 from pathlib import Path
 from hicache_kernels.probe import ModuleLoader
@@ -21,7 +23,11 @@ from hicache_kernels.spec import module_specs
 
 loader = ModuleLoader(module_specs(Path(sys.argv[1])), cache=Path(sys.argv[2]))
 assert loader.outcome_so_far("main", "cpu") is None
-sys.stdin.read()
+for line in sys.stdin:  # each asks for a forked process that lives on
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
 """
 # A compiler that has a process of its own, as g++ and cc1plus, hangs, and ends for SIGKILL only.
 HANGING = """#!/bin/sh
@@ -60,6 +66,32 @@ def test_a_process_that_ends_while_it_builds_leaves_no_compiler_and_no_directory
     assert workshop.libraries() == []
     workshop.compiler.write_text(loading)
     assert add(workshop.loader(), 1) == 2
+
+
+def test_a_forked_process_does_not_keep_the_compiler_of_a_killed_one_alive(workshop: Workshop) -> None:
+    for pipe in (workshop.started, workshop.release):
+        os.mkfifo(pipe)
+    workshop.compiler.write_text(HANGING.format(started=workshop.started, release=workshop.release))
+    builder = subprocess.Popen(
+        [sys.executable, "-c", BUILDER, workshop.csrc, workshop.cache],
+        env={**os.environ, "TMPDIR": tempfile.gettempdir()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert builder.stdin is not None
+    assert builder.stdout is not None
+    watch = os.pidfd_open(int(workshop.started.read_text().split()[0]))
+    print("fork", file=builder.stdin, flush=True)
+    child = int(builder.stdout.readline())
+    try:
+        builder.kill()
+        builder.wait(60)
+        ended, _, _ = select.select([watch], [], [], 60)
+        assert ended, "a compiler still runs"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(watch)
 
 
 def test_a_build_removes_directories_of_dead_builders_and_leaves_those_of_live_ones() -> None:

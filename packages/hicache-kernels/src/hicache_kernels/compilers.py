@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ exit $code
 """
 """Runs a command in a process group of its own, which is killed once the other end of stdin is closed: at the latest
 when this process ends, also where it is killed and can do nothing itself."""
+_alive: set[int] = set()
+"""Those other ends. A forked process closes its copies, or a compiler would outlive the process that started it."""
+_starting = threading.RLock()
+"""Held while a compiler starts and while a process forks: a process forked in between would hold on to its pipes."""
 _DEFAULT_HOMES = {"cpu": (), "cuda": ("/usr/local/cuda",), "rocm": ("/opt/rocm",)}
 
 
@@ -128,31 +133,45 @@ def run_compiler(
         environment["HIP_PLATFORM"] = "amd"
     if scratch is not None:
         environment["TMPDIR"] = str(scratch)
-    watched, alive = os.pipe()
-    try:
-        with subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHED, str(scratch or ""), *arguments],
-            stdin=watched,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        ) as process:
+    with _starting:
+        watched, alive = os.pipe()
+        _alive.add(alive)
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHED, str(scratch or ""), *arguments],
+                stdin=watched,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+        except BaseException:
+            _close(alive)
+            raise
+        finally:
             os.close(watched)
-            watched = -1
-            try:
-                output, errors = process.communicate()
-            except BaseException:
-                os.close(alive)
-                alive = -1
-                raise
-    finally:
-        for descriptor in (watched, alive):
-            if descriptor >= 0:
-                os.close(descriptor)
+    with process:
+        try:
+            output, errors = process.communicate()
+        finally:
+            _close(alive)
     return subprocess.CompletedProcess(list(arguments), process.returncode, output, errors)
+
+
+def _close(alive: int) -> None:
+    _alive.discard(alive)
+    os.close(alive)
+
+
+def _close_all_after_fork() -> None:
+    while _alive:
+        os.close(_alive.pop())
+    _starting.release()
+
+
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_close_all_after_fork)
 
 
 def _stamp(path: str) -> list[int]:
