@@ -482,16 +482,6 @@ class TreeStructure:
         node.host_lock -= 1
         self._offer(node, device=False)
 
-    # Ranks
-
-    def _smallest(self, value: int) -> int:
-        """Smallest value of all ranks; this one's where others are lost, as the engine here may go on."""
-        agreement = self.controller.agreement
-        return value if agreement.broken else agreement.smallest([value])[0]
-
-    def _on_all_ranks(self, here: bool) -> bool:
-        return bool(self._smallest(int(here)))
-
     # Slots, events
 
     def _slots(self, pages: Pages) -> torch.Tensor:
