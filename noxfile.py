@@ -81,7 +81,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["static"])
 def typecheck(session: nox.Session) -> None:
     """Mypy in strict mode on all three packages."""
-    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus,transformers]", with_=("mypy>=1.14",))
+    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus,transformers]", with_=("mypy>=1.14",))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
 
@@ -127,7 +127,7 @@ def controller(session: nox.Session) -> None:
 @nox.session
 def together(session: nox.Session) -> None:
     """Run the tests of all three packages at work, and the GPU tests (which skip where there is none)."""
-    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus,transformers]", with_=TEST_TOOLS)
+    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus,transformers]", with_=TEST_TOOLS)
     pytest(session, "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 
@@ -211,6 +211,6 @@ def contents(archive: Path) -> dict[str, int]:
 def compat(session: nox.Session) -> None:
     """Every layer's tests with the oldest supported torch on this Python; the layers' own sessions have the newest."""
     tools = (*TEST_TOOLS, f"torch=={OLDEST_TORCH}")
-    install_wheels(session, *PACKAGES, extras="[mooncake,prometheus]", with_=tools)
+    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus]", with_=tools)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     pytest(session, "tests/kernels", "tests/pools", "tests/controller", f"--ignore={COMPILE_TESTS}")

@@ -1,9 +1,16 @@
 """Fixtures of every layer; imports nothing but torch, so that each layer's tests run with only that layer installed."""
 
 import os
+import signal
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
+
+# A shell's background jobs and nohup ignore the interrupt, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def needs(condition: bool, reason: str) -> None:
@@ -17,3 +24,24 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA or ROCm device on this machine")
     return torch.device("cuda")
+
+
+def in_child(function: Callable[[], object]) -> str:
+    """Tell what a function returns, or raises, in a forked child; SIGALRM ends one that hangs."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks of a process with threads are what is tried
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            told = f"returned {function()}"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0, "the child hung"
+    return told

@@ -69,22 +69,37 @@ class Gate:
 
 
 class GatedHost(MHATokenToKVPoolHost):
-    """A host pool with a gate before each write-back, and before each layer of a load."""
+    """A host pool with a gate before each write-back, and before each layer of a load.
+
+    Attributes
+    ----------
+    bad
+        Host slots of which no write-back, and no load from layer ``bad_from`` on, succeeds.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.write_gate = Gate()
         self.load_gates = [Gate() for _ in range(LAYERS)]
+        self.bad: set[int] = set()
+        self.bad_from = 0
         super().__init__(*args, **kwargs)
 
-    def backup_from_device_all_layer(self, *args: Any, **kwargs: Any) -> Any:
+    def backup_from_device_all_layer(self, device_pool: Any, host_indices: Any, *args: Any, **kwargs: Any) -> Any:
         self.write_gate()
-        return super().backup_from_device_all_layer(*args, **kwargs)
+        self._check(host_indices)
+        return super().backup_from_device_all_layer(device_pool, host_indices, *args, **kwargs)
 
     def load_to_device_per_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, *args: Any, **kwargs: Any
     ) -> Any:
         self.load_gates[layer_id]()
+        if layer_id >= self.bad_from:
+            self._check(host_indices)
         return super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, *args, **kwargs)
+
+    def _check(self, host_indices: torch.Tensor) -> None:
+        if not self.bad.isdisjoint(host_indices.tolist()):
+            raise InjectedError("these slots are bad")
 
 
 class GatedStorage(MemoryStorage):

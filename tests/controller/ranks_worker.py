@@ -59,6 +59,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
         if mode == "dies" and rank == 1 and number == 3:
             return
         found = controller.storage_exists(keys)
+        assert controller.storage_restorable_lengths(keys) == list(range(1, found + 1))
         host = controller.host_group.alloc(found) if found else None
         if host is not None and own.random() < 0.2:
             # This rank's allocation fails, the other's does not.

@@ -311,7 +311,7 @@ def test_a_poll_takes_everything_in_though_giving_slots_back_raises(make_stack, 
     stack = make_stack()
     controller, free = stack.controller, stack.allocator.free
     hosts = [stack.written(1)[0] for _ in range(3)]
-    stack.host_pool.load_gates[0].failures = 1 if merged else 3
+    stack.host_pool.load_gates[0].failures = 4 if merged else 3  # all at once, then each by itself
     for node, host in enumerate(hosts):
         controller.load(host, node_id=node)
         if not merged:
@@ -390,3 +390,131 @@ def test_a_shutdown_tells_again_that_something_has_not_ended(make_stack):
     gate.open()
     assert controller.shutdown(30)
     assert controller.shutdown(30)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_write_that_fails_does_not_fail_those_it_was_merged_with(make_stack, synchronous, bad):
+    stack = make_stack(synchronous=synchronous)
+    devices = [stack.alloc(pages) for pages in (2, 1, 3)]
+    rows = [stack.compute(device) for device in devices]
+    hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
+    stack.host_pool.bad = {int(hosts[bad][-1])}
+    stack.controller.start_writing()
+    acks = []
+    while sum(len(ack.node_ids) for ack in acks) < 3:
+        acks += stack.controller.poll_writes(wait=True)
+    good = [node for node in range(3) if node != bad]
+    assert {ack.node_ids: str(ack.error) for ack in acks} == {tuple(good): "None", (bad,): "these slots are bad"}
+    assert stack.used() == (6, 6 - len(hosts[bad]) // stack.page_size)
+    stack.host_pool.bad = set()
+    for node in good:
+        assert stack.same(stack.loaded(hosts[node]), rows[node])
+    with pytest.raises(ValueError, match="free already"):
+        stack.controller.load(hosts[bad], node_id=9)
+    assert stack.controller.metrics.snapshot().total("transfer_failures", direction="write_back") == 1
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_load_that_fails_does_not_fail_those_it_was_merged_with(make_stack, synchronous, layer):
+    stack = make_stack(synchronous=synchronous)
+    written = [stack.written(pages) for pages in (1, 2, 3)]
+    stack.host_pool.bad, stack.host_pool.bad_from = set(written[1][0].tolist()), layer
+    devices = [stack.controller.load(host, node_id=node) for node, (host, _) in enumerate(written)]
+    counter = stack.controller.layer_done_counter
+    counter.set_consumer(stack.controller.start_loading())
+    # The consumer is that of all three, so it is not for the forward pass to say whose rows are there.
+    with pytest.raises(RuntimeError, match="layer 2 failed: these slots are bad"):
+        counter.wait_until(2)
+    acks = stack.controller.poll_loads(wait=True)
+    assert {ack.node_ids: str(ack.error) for ack in acks} == {(0, 2): "None", (1,): "these slots are bad"}
+    assert stack.used() == (4, 6)
+    for node in (0, 2):
+        assert stack.same(stack.rows(devices[node]), written[node][1])
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
+def test_of_merged_loads_those_fail_whose_write_has_failed(make_stack, known):
+    stack = make_stack(storage=True)
+    gate = stack.host_pool.write_gate
+    gate.close()
+    devices = [stack.alloc(2), stack.alloc(1)]
+    rows = [stack.compute(device) for device in devices]
+    good, bad = (stack.controller.write(device, node_id=node) for node, device in enumerate(devices))
+    stack.host_pool.bad = set(bad.tolist())
+    ack = stack.controller.start_writing()
+    if known:
+        gate.open()
+        ack.host_ready.synchronize()
+    targets = [stack.controller.load(host, node_id=node) for node, host in ((2, bad), (3, good))]
+    stack.controller.start_loading()
+    keys = stack.keys(3)
+    stack.controller.backup(good, keys[:2], node_id=4)
+    stack.controller.backup(bad, keys[2:], node_id=5)
+    gate.open()
+    acks = stack.controller.poll_loads(wait=True)
+    assert {ack.node_ids: type(ack.error) for ack in acks} == {(2,): SourceFailedError, (3,): type(None)}
+    assert stack.same(stack.rows(targets[1]), rows[0])
+    stored = []
+    while len(stored) < 2:
+        stored += stack.controller.poll_backups(wait=True)
+    assert [(ack.node_id, ack.stored_pages, type(ack.error)) for ack in stored] == [
+        (4, 2, type(None)),
+        (5, 0, SourceFailedError),
+    ]
+    assert {ack.node_ids: ack.error is None for ack in stack.controller.poll_writes()} == {(0,): True, (1,): False}
+
+
+def test_an_operation_that_cannot_be_started_does_not_fail_those_it_was_merged_with(make_stack, monkeypatch):
+    stack = make_stack()
+    devices = [stack.alloc(1) for _ in range(3)]
+    rows = [stack.compute(device) for device in devices]
+    hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
+    make = stack.controller._transfers
+
+    def broken(operation, *, load):
+        if operation.node_ids == (0,):
+            raise ValueError("released meanwhile")
+        return make(operation, load=load)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.controller, "_transfers", broken)
+        stack.controller.start_writing()
+    acks = stack.controller.poll_writes(wait=True)
+    assert {ack.node_ids: str(ack.error) for ack in acks} == {(0,): "released meanwhile", (1, 2): "None"}
+    assert stack.used() == (3, 2)
+    for node in (1, 2):
+        assert stack.same(stack.loaded(hosts[node]), rows[node])
+
+
+@pytest.mark.parametrize("parts", [2, 3], ids=["as_many", "more"])
+def test_what_fails_on_another_rank_fails_alone_if_the_ranks_merged_as_many(make_stack, monkeypatch, parts):
+    stack = make_stack()
+    controller = stack.controller
+    hosts = [stack.written(1)[0] for _ in range(2)]
+
+    class OtherRank:
+        """Another rank, on which the second of its ``parts`` loads has failed."""
+
+        needed = True
+
+        def __init__(self):
+            self.others = iter(([1], [0], [parts, -parts], [1, 0]))
+
+        def smallest(self, values):
+            return [min(pair) for pair in zip(values, next(self.others), strict=True)]
+
+    monkeypatch.setattr(controller._loads, "_agreement", OtherRank())
+    for node, host in enumerate(hosts):
+        controller.load(host, node_id=node)
+    controller.start_loading()
+    controller.engine.drain()
+    acks = controller.poll_loads()
+    elsewhere = "the transfer failed on another rank"
+    if parts == 2:
+        assert {ack.node_ids: str(ack.error) for ack in acks} == {(0,): "None", (1,): elsewhere}
+        assert stack.used() == (1, 2)
+    else:
+        assert {ack.node_ids: str(ack.error) for ack in acks} == {(0, 1): elsewhere}
+        assert stack.used() == (0, 2)

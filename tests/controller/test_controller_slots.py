@@ -116,6 +116,66 @@ def test_host_slots_in_flight_are_freed_once_nothing_uses_them(make_stack):
     assert stack.controller.metrics.snapshot().total("deferred_frees") == 3
 
 
+NOT_OWNED = {
+    "given back": (lambda kept, gone: gone, "free already"),
+    "never allocated": (lambda kept, gone: torch.arange(100, 104), "index 100 is free already"),
+    "in part given back": (lambda kept, gone: torch.cat((kept, gone)), "free already"),
+    "no whole page": (lambda kept, gone: kept[[1, 2, 3, 4]], "is not slot 0"),
+    "twice": (lambda kept, gone: torch.cat((kept, kept[:4])), "more than once"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OWNED)
+@pytest.mark.parametrize("call", ["load", "backup", "prefetch"])
+def test_host_slots_that_are_not_owned_whole_pages_are_refused_and_nothing_changes(make_stack, call, case):
+    stack = make_stack(storage=True)
+    controller = stack.controller
+    kept, rows = stack.written(3)
+    gone, _ = stack.written(1)
+    controller.evict_host(gone)
+    make, message = NOT_OWNED[case]
+    slots = make(kept, gone)
+    keys = stack.keys(len(slots) // stack.page_size)
+    calls = {
+        "load": lambda: controller.load(slots, node_id=1),
+        "backup": lambda: controller.backup(slots, keys, node_id=1),
+        "prefetch": lambda: controller.prefetch(slots, keys, request_id="r"),
+    }
+    with pytest.raises(ValueError, match=f"host_indices are not pages .* pool kv: .*{message}"):
+        calls[call]()
+    assert controller.start_loading() == -1
+    assert controller.poll_backups(wait=True) == []
+    assert controller.storage_exists(keys) == 0
+    assert stack.used() == (0, 3)
+    assert stack.same(stack.loaded(kept), rows)
+
+
+def test_device_slots_of_a_write_are_refused_where_one_is_there_twice(make_stack):
+    stack = make_stack()
+    device = stack.alloc(8)
+    for bad in (
+        torch.tensor([0, 0, 1, 2]),
+        torch.cat((device[8:16], device[12:16])),
+        device.flip(0)[[*range(8), 3, 9, 10, 11]],
+    ):
+        with pytest.raises(ValueError, match=r"device_indices has slot .* twice; accepted is each slot once"):
+            stack.controller.write(bad, node_id=1)
+    assert stack.controller.start_writing() is None
+    assert stack.used() == (8, 0)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["pages_in_any_order", "slots_in_any_order"])
+def test_device_slots_of_a_write_may_lie_anywhere(make_stack, scattered):
+    stack = make_stack()
+    device = stack.alloc(6)
+    order = torch.randperm(24) if scattered else (torch.randperm(6)[:, None] * 4 + torch.arange(4)).flatten()
+    rows = stack.compute(device[order])
+    host = stack.controller.write(device[order], node_id=1)
+    stack.controller.start_writing()
+    assert stack.controller.poll_writes(wait=True)[0].error is None
+    assert stack.same(stack.loaded(host), rows)
+
+
 def test_a_bad_free_raises_and_changes_nothing(make_stack):
     stack = make_stack()
     host, _ = stack.written(4)

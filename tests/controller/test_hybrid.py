@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from hicache_controller.controller import HiCacheController
 from hicache_controller.hybrid import HybridCacheController, SidecarPoolSpec
 from hicache_controller.layer_map import layer_plan
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings
-from hicache_pools.device_pools import MambaPool, MHATokenToKVPool
+from hicache_pools.device_pools import DSATokenToKVPool, MambaPool, MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.host_pools import MambaPoolHost, MHATokenToKVPoolHost, NullPoolHost
+from hicache_pools.host_pools import DSAIndexerPoolHost, MambaPoolHost, MHATokenToKVPoolHost, NullPoolHost
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 PAGE = 4
@@ -288,6 +289,100 @@ def test_cancelled_operations_give_slots_of_every_pool_back(make_hybrid):
     assert same(stack.loaded(host, states), rows)
 
 
+def test_host_slots_that_nobody_owns_are_refused_in_every_pool(make_hybrid):
+    stack = make_hybrid()
+    controller = stack.controller
+    controller.attach_storage_backend(MemoryStorage())
+    host, states, rows = stack.written()
+    gone = states[:1].clone()
+    controller.evict_host(gone, pool="mamba")
+    keys = [bytes([number]) * 16 for number in range(3)]
+    calls = (
+        lambda transfer: controller.load(host, node_id=2, pool_transfers=[transfer]),
+        lambda transfer: controller.backup(host, keys, node_id=2, pool_transfers=[transfer]),
+        lambda transfer: controller.prefetch(host, keys, request_id="r", pool_transfers=[transfer]),
+    )
+    used = [pool.available_size() for pool in (*stack.hosts.values(), *stack.allocators.values())]
+    for call in calls:
+        for slots in (gone, torch.cat((states[1:], gone)), states[[1, 1]]):
+            transfer = PoolTransfer("mamba", slots, keys=keys[: len(slots)], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+            with pytest.raises(ValueError, match=r"not pages .* pool mamba"):
+                call(transfer)
+    with pytest.raises(ValueError, match=r"not pages .* pool mamba"):
+        controller.write(
+            stack.allocators["kv"].alloc(PAGE), node_id=3, pool_transfers=[PoolTransfer("mamba", gone, torch.arange(1))]
+        )
+    with pytest.raises(ValueError, match="shares the slots of window, which has no transfer here"):
+        controller.backup(
+            host,
+            keys,
+            node_id=2,
+            pool_transfers=[PoolTransfer("side", host, keys=keys, indices_from_pool="window")],
+        )
+    assert used[:3] == [pool.available_size() for pool in stack.hosts.values()]
+    loaded = PoolTransfer("mamba", states[1:])
+    slots = controller.load(host, node_id=4, pool_transfers=[loaded])
+    controller.start_loading()
+    assert [ack.error for ack in controller.poll_loads(wait=True)] == [None]
+    anchor, recurrent = stack.rows(slots, loaded.device_indices)
+    assert all(map(torch.equal, anchor, rows[0]))
+    assert all(map(torch.equal, recurrent, (then[1:] for then in rows[1])))
+
+
+def test_rows_that_stand_for_a_page_are_written_whole():
+    slots = PAGES * PAGE
+    device = DSATokenToKVPool.from_buffers(
+        kv=random_layers(slots, 1, 8),
+        index_k=[torch.randint(0, 256, (PAGES, 16), dtype=torch.uint8) for _ in range(2)],
+        page_size=PAGE,
+    )
+    host = DSAIndexerPoolHost(device, 1, 0, PAGE, pin_memory=False)
+    controller = HiCacheController(HostPoolGroup([PoolEntry("indexer", host, device, lambda layer: layer)]))
+    order = torch.tensor([1, 0, 2, 3, 4, 5, 6, 7])
+    with pytest.raises(ValueError, match="not whole rows; accepted are 4 neighbours each"):
+        controller.write(order, node_id=1)
+    assert host.available_size() == slots
+    controller.write(torch.tensor([4, 5, 6, 7, 0, 1, 2, 3]), node_id=1)
+    controller.start_writing()
+    assert [ack.error for ack in controller.poll_writes(wait=True)] == [None]
+    assert controller.shutdown()
+
+
+def test_a_sidecar_with_fewer_slots_than_it_shares_is_refused_at_the_call(make_hybrid):
+    stack = make_hybrid()
+    stack.hosts["side"].size = PAGE
+    device = stack.allocators["kv"].alloc(2 * PAGE)
+    before = stack.hosts["kv"].available_size()
+    with pytest.raises(ValueError, match="host_indices of pool side runs from"):
+        stack.controller.write(device, node_id=1)
+    assert stack.hosts["kv"].available_size() == before
+    assert stack.controller.start_writing() is None
+
+
+def test_a_released_transfer_fails_the_operation_alone(make_hybrid):
+    stack = make_hybrid()
+    controller = stack.controller
+    transfers, hosts, rows = [], [], []
+    for node in (1, 2):
+        slots, states = stack.allocators["kv"].alloc(PAGE), stack.allocators["mamba"].alloc(1)
+        rows.append(stack.compute(slots, states))
+        transfers.append(PoolTransfer("mamba", device_indices=states))
+        hosts.append(controller.write(slots, node_id=node, pool_transfers=[transfers[-1]]))
+    stack.group.release_transfers(transfers[:1])
+    controller.start_writing()
+    acks = controller.poll_writes(wait=True)
+    assert {ack.node_ids: str(ack.error) for ack in acks} == {
+        (1,): "transfer mamba was released while it was in flight",
+        (2,): "None",
+    }
+    loaded = PoolTransfer("mamba", transfers[1].host_indices)
+    slots = controller.load(hosts[1], node_id=3, pool_transfers=[loaded])
+    controller.start_loading()
+    assert [ack.error for ack in controller.poll_loads(wait=True)] == [None]
+    for now, then in zip(stack.rows(slots, loaded.device_indices), rows[1], strict=True):
+        assert all(map(torch.equal, now, then))
+
+
 def test_bad_transfers_raise_and_change_nothing(make_hybrid):
     stack = make_hybrid()
     slots = stack.allocators["kv"].alloc(2 * PAGE)
@@ -370,6 +465,31 @@ def test_a_prefix_counts_only_where_every_pool_has_what_it_needs(make_hybrid):
     host, states = stack.group.alloc(2 * PAGE), stack.group.alloc(1, "mamba")
     transfer = state_of(keys[:2], states)
     assert stack.controller.prefetch(host, keys[:2], request_id="r", pool_transfers=[transfer]).wait() == 0
+
+
+def test_every_length_that_can_be_restored_comes_from_one_look_at_the_storage(make_hybrid, monkeypatch):
+    stack = make_hybrid()
+    stack.controller.attach_storage_backend(MemoryStorage())
+    assert stack.controller.storage_restorable_lengths([bytes(16)]) == []
+    host, states, _ = stack.written(5, 3)
+    keys = [torch.randint(0, 256, (16,), dtype=torch.uint8).numpy().tobytes() for _ in range(5)]
+    behind = [keys[0], keys[2], keys[3]]
+    transfer = PoolTransfer("mamba", states, keys=behind, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    stack.controller.backup(host, keys, node_id=1, pool_transfers=[transfer])
+    assert stack.controller.poll_backups(wait=True)[0].error is None
+    longer = [*keys, bytes(16)]
+    assert stack.controller.storage_restorable_lengths(longer) == [1, 2, 3, 4, 5]
+    assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[state_of(longer)]) == [1, 3, 4]
+    assert stack.controller.storage_restorable_lengths(keys[:2], pool_transfers=[state_of(keys)]) == [1]
+    two_states = PoolTransfer("mamba", keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[two_states]) == [1, 4]
+    assert stack.controller.storage_exists(longer, pool_transfers=[state_of(longer)]) == 4
+    with monkeypatch.context() as ranks:
+        # Another rank has the states of pages 0, 1 and 2.
+        ranks.setattr(stack.controller.agreement, "smallest", lambda mine: list(map(min, mine, [1, 1, 1, 0, 0, 0])))
+        assert stack.controller.storage_restorable_lengths(longer, pool_transfers=[state_of(longer)]) == [1, 3]
+    stack.controller.detach_storage_backend()
+    assert stack.controller.storage_restorable_lengths(keys) == []
 
 
 def test_a_sidecar_page_that_is_not_stored_ends_the_prefix_of_all(make_hybrid, monkeypatch):

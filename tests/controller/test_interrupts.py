@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,34 @@ def test_every_signal_within_the_block_is_handled_though_the_first_handler_raise
         assert told == ["SIGTERM"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["in_the_block", "in_a_wait_within_it"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_that_is_installed_within_the_block_stays(number, waits):
+    told, before = [], signal.getsignal(number)
+
+    def install():
+        with interrupts_held_back():
+            outer = signal.signal(number, lambda *_: told.append("new"))
+            assert callable(outer)
+
+    try:
+        signal.signal(number, lambda *_: told.append("old"))
+        with interrupts_held_back():
+            interruptibly(install) if waits else install()
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert told == ["new"]
+        signal.signal(number, signal.SIG_IGN)
+        with interrupts_held_back():
+            signal.signal(number, signal.SIG_DFL)
+        assert signal.getsignal(number) == signal.SIG_DFL
+        with interrupts_held_back():
+            signal.signal(number, signal.signal(number, signal.SIG_IGN))
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_wait_within_the_block_lets_interrupts_in_those_from_before_it_first():
@@ -204,3 +235,10 @@ def test_what_an_interrupted_engine_has_begun_to_move_stays_in_its_books(make_st
     assert nth > 100
     assert engine.close(30)
     stack.group.free(host)
+
+
+def test_tests_that_are_started_with_the_interrupt_ignored_can_be_interrupted() -> None:
+    program = "import signal, tests.conftest; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    command = 'trap "" INT; exec "$0" -c "$1"'
+    root = Path(__file__).parents[2]
+    subprocess.run(["sh", "-c", command, sys.executable, program], cwd=root, check=True)

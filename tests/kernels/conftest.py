@@ -2,13 +2,17 @@
 
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.conftest import needs
+from tests.kernels.workshop import SOURCE, WRAPPER, Workshop
 
 
 def _load(path: Path) -> ModuleType:
@@ -38,3 +42,29 @@ def compiled() -> Callable[[str], Any]:
         if reason is not None:
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     return lambda name: load_module(name, "cpu")
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    compiler = shutil.which("g++")
+    needs(compiler is not None, "no g++ on PATH")
+    csrc = tmp_path / "csrc"
+    (csrc / "main").mkdir(parents=True)
+    (csrc / "include").mkdir()
+    (csrc / "main" / "main.cc").write_text(SOURCE)
+    (csrc / "include" / "shared.h").write_text("#define ADDED 1\n")
+    shop = Workshop(
+        csrc,
+        tmp_path / "cache",
+        *(tmp_path / name for name in ("compiler", "gate", "started", "release", "log")),
+    )
+    shop.compiler.write_text(
+        WRAPPER.format(log=shop.log, gate=shop.gate, started=shop.started, release=shop.release, compiler=compiler)
+    )
+    shop.compiler.chmod(0o755)
+    for variable in ("HICACHE_KERNELS_PREBUILT", "TVM_FFI_CUDA_ARCH_LIST", "TVM_FFI_ROCM_ARCH_LIST"):
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("CXX", str(shop.compiler))
+    return shop

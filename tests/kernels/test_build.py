@@ -5,117 +5,19 @@ import json
 import logging
 import multiprocessing
 import os
-import shutil
-import signal
 import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.conftest import needs
+from tests.kernels.workshop import SOURCE, Workshop, add, in_child
 
 from hicache_kernels import build, compilers, info, probe
 from hicache_kernels.ahead import build_ahead
 from hicache_kernels.probe import ModuleLoader
 from hicache_kernels.spec import ModuleSpec, module_specs
-
-# Written against the C interface, whose header compiles in no time.
-SOURCE = """
-#include <tvm/ffi/c_api.h>
-#include <shared.h>
-extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_add(void*, const TVMFFIAny* arguments, int32_t, TVMFFIAny* result) {
-  result->type_index = kTVMFFIInt;
-  result->v_int64 = arguments[0].v_int64 + ADDED;
-  return 0;
-}
-"""
-# Counts its starts. While the gate exists it leaves half an output, says so through one pipe, and hangs on the other.
-WRAPPER = """#!/bin/sh
-echo "$@" >> {log}
-case "$*" in *--version*) ;; *)
-  if [ -e {gate} ]; then
-    for last; do :; done
-    echo half > "$last"
-    echo started > {started}
-    read line < {release}
-    exit 1
-  fi
-esac
-exec {compiler} "$@"
-"""
-
-
-@dataclass
-class Workshop:
-    """A copy of sources, a cache, and a compiler that writes down each of its starts."""
-
-    csrc: Path
-    cache: Path
-    compiler: Path
-    gate: Path
-    started: Path
-    release: Path
-    log: Path
-
-    def specs(self) -> tuple[ModuleSpec, ...]:
-        return module_specs(self.csrc)
-
-    def spec(self) -> ModuleSpec:
-        return next(spec for spec in self.specs() if spec.key == "main-cpu")
-
-    def loader(self) -> ModuleLoader:
-        return ModuleLoader(self.specs(), cache=self.cache)
-
-    def starts(self) -> int:
-        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
-
-    def compilations(self) -> int:
-        return self.log.read_text().count("-shared") if self.log.exists() else 0
-
-    def libraries(self) -> list[Path]:
-        return sorted(self.cache.rglob("*.so"))
-
-    def hidden(self) -> list[Path]:
-        return sorted(self.cache.glob(".*"))
-
-
-@pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    compiler = shutil.which("g++")
-    needs(compiler is not None, "no g++ on PATH")
-    csrc = tmp_path / "csrc"
-    (csrc / "main").mkdir(parents=True)
-    (csrc / "include").mkdir()
-    (csrc / "main" / "main.cc").write_text(SOURCE)
-    (csrc / "include" / "shared.h").write_text("#define ADDED 1\n")
-    shop = Workshop(
-        csrc,
-        tmp_path / "cache",
-        *(tmp_path / name for name in ("compiler", "gate", "started", "release", "log")),
-    )
-    shop.compiler.write_text(
-        WRAPPER.format(log=shop.log, gate=shop.gate, started=shop.started, release=shop.release, compiler=compiler)
-    )
-    shop.compiler.chmod(0o755)
-    for variable in ("HICACHE_KERNELS_PREBUILT", "TVM_FFI_CUDA_ARCH_LIST", "TVM_FFI_ROCM_ARCH_LIST"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("CXX", str(shop.compiler))
-    return shop
-
-
-def add(loader: ModuleLoader, value: int) -> int:
-    outcome = loader.outcome("main", "cpu")
-    assert outcome.module is not None, outcome.reason
-    return int(outcome.module.add(value))
-
-
-def in_child(function: Callable[[], None]) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=function)
-    process.start()
-    return process
 
 
 def test_second_process_loads_what_the_first_built_without_starting_a_compiler(workshop: Workshop) -> None:
@@ -227,22 +129,6 @@ def test_a_process_forked_during_an_attempt_makes_its_own(workshop: Workshop) ->
     assert (alive, child.exitcode) == (False, 0)
 
 
-def test_killed_builder_leaves_no_half_module_and_no_lock(workshop: Workshop) -> None:
-    os.mkfifo(workshop.started)
-    os.mkfifo(workshop.release)
-    workshop.gate.touch()
-    child = in_child(lambda: add(workshop.loader(), 1))
-    assert workshop.started.read_text() == "started\n"
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
-    child.join()
-    workshop.release.write_text("go\n")
-    workshop.gate.unlink()
-    assert workshop.libraries() == []
-    assert add(workshop.loader(), 1) == 2
-    assert len(workshop.libraries()) == 1
-
-
 @pytest.mark.parametrize(
     ("device_type", "archs", "commands"), [("cuda", 1, 1), ("cuda", 3, 2), ("rocm", 2, 1), ("cpu", 1, 1)]
 )
@@ -322,18 +208,6 @@ def test_another_modules_sources_do_not_matter(workshop: Workshop) -> None:
     assert workshop.spec().source_key() == before
 
 
-def test_cache_that_cannot_be_written_still_gives_a_module(
-    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    for cache in (tmp_path / "file" / "cache", Path("/proc/nowhere")):
-        caplog.clear()
-        loader = ModuleLoader(workshop.specs(), cache=cache)
-        assert add(loader, 1) == 2
-        assert "cannot be kept" in caplog.text
-        assert str(cache) in caplog.text
-
-
 def test_full_disk_of_the_cache_still_gives_a_module_and_leaves_nothing(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,7 +232,7 @@ def test_full_disk_of_the_temporary_directory_is_one_reason(workshop: Workshop) 
 
 
 def test_no_temporary_directory_is_one_reason(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.tempfile, "tempdir", "/proc/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     reason = workshop.loader().outcome("main", "cpu").reason
     assert reason is not None
     assert "no temporary directory" in reason

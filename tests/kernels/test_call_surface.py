@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_kernels import jit_kernel, jit_kernel_reference, reference
-from hicache_kernels.pointer_table import pointer_table, remembered_layers
+from hicache_kernels.pointer_tables import pointer_table, remembered_layers
 from hicache_kernels.probe import unavailable_reason
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
@@ -158,10 +158,10 @@ def test_a_table_keeps_its_tensors_alive_and_lets_them_go() -> None:
     part = table[:1]
     del table
     gc.collect()
-    layers = remembered_layers(part)
+    layers = remembered_layers("table", part)
     assert layers is not None
     assert layers.tensors[0].data_ptr() == part.tolist()[0]
-    assert remembered_layers(part.clone()) is None
+    assert remembered_layers("table", part.clone()) is None
 
 
 def staged_case(pages: int, staging_pages: int, *, page_size: int = 4, layers: int = 3, interleaved: bool = False):

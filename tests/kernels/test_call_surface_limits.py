@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_kernels import jit_kernel, jit_kernel_reference, row_copy
-from hicache_kernels.pointer_table import pointer_table, remembered_layers
+from hicache_kernels.pointer_tables import pointer_table, remembered_layers
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
 
@@ -148,7 +148,7 @@ def test_tables_with_impossible_strides_are_refused(name):
 def test_a_table_repeated_by_a_view_names_the_layer_it_repeats():
     tensors = [random_bytes(4, 16) for _ in range(3)]
     repeated = pointer_table(tensors)[1:2].expand(3)
-    found = remembered_layers(repeated)
+    found = remembered_layers("table", repeated)
     assert found is not None
     assert [tensor.data_ptr() for tensor in found.tensors] == repeated.tolist()
 

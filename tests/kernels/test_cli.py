@@ -1,10 +1,12 @@
 """The command line: builds what was asked for, shows what is there, and says in one line what is wrong."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from tests.conftest import needs
+from tests.processes import faults_of_import_orders, run_within_a_gib
 from typer.testing import CliRunner
 
 from hicache_kernels.ahead import group_archs
@@ -109,7 +111,7 @@ def test_output_directory_that_cannot_be_made_is_exit_code_2(runner: CliRunner, 
     (tmp_path / "file").touch()
     result = runner.invoke(app, ["build", "--arch", "cpu", "--out", str(tmp_path / "file" / "out")])
     assert result.exit_code == 2
-    assert f"cannot write to {tmp_path / 'file' / 'out'}" in result.output
+    assert f"--out is {tmp_path / 'file' / 'out'}, which cannot be written: Not a directory" in result.output
 
 
 def test_build_without_a_compiler_names_it_and_exits_1(
@@ -132,3 +134,54 @@ def test_architectures_of_one_device_type_share_a_library() -> None:
 def test_help_of_build_tells_how_many_builds_run_at_a_time(runner: CliRunner) -> None:
     # In brackets it would be taken for markup, and vanish.
     assert "by default one a processor" in " ".join(runner.invoke(app, ["build", "--help"]).output.split())
+
+
+# Before torch
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["bench", "--help"], ["info", "--help"]])
+def test_help_needs_no_torch(arguments: list[str]) -> None:
+    run = run_within_a_gib("hicache_kernels.cli", *arguments)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["build", "--arch", "vax"], "arch is 'vax'"),
+        (["build", "--module", "third"], "module is 'third'"),
+        (["bench", "--device", "xyz"], "--device is 'xyz'; accepted are cpu and cuda"),
+        (["bench", "--mib", "9" * 12], "--mib is 999999999999; accepted is 1 to"),
+        (["bench", "--json", "/dev/null/report.json"], "--json is /dev/null/report.json, which cannot be written"),
+        (["bench", "--plot", "picture.txt"], "--plot is picture.txt; a name that ends with one of"),
+        (["bench", "--show", "/dev/zero"], "--show is /dev/zero; at most"),
+        (["bench", "--show", "no-such-file"], "--show is no-such-file: No such file"),
+    ],
+)
+def test_argument_that_cannot_work_is_one_line_without_torch(arguments: list[str], complaint: str) -> None:
+    run = run_within_a_gib("hicache_kernels.cli", *arguments)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"hicache-kernels: {complaint}")
+    assert run.stderr.count("\n") == 1, run.stderr
+
+
+def test_report_that_is_none_is_refused_in_one_line(runner: CliRunner, tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("{}")
+    result = runner.invoke(app, ["bench", "--show", str(tmp_path / "report.json")])
+    assert result.exit_code == 2
+    assert "that is no report" in result.stderr
+
+
+def test_missing_matplotlib_is_named_with_its_extra_before_anything_is_measured(
+    runner: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = runner.invoke(app, ["bench", "--plot", str(tmp_path / "picture.png")])
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "hicache-kernels: --plot needs matplotlib: install hicache-kernels[bench]\n",
+    )
+
+
+def test_public_names_do_not_depend_on_what_was_imported_before() -> None:
+    assert faults_of_import_orders("hicache_kernels") == ""

@@ -251,7 +251,7 @@ def test_rows_that_are_no_multiple_of_4_bytes_take_the_reference(pools, compiled
 def test_without_a_compiler_the_reference_takes_over_and_says_so_once(pools, monkeypatch, caplog):
     monkeypatch.setattr(transfer, "load_module", lambda name, device_type: None)
     monkeypatch.setattr(transfer, "unavailable_reason", lambda name, device_type: f"no compiler for {name}")
-    transfer._warn_once.cache_clear()
+    transfer.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             pool = pools.random_pool("page_first")

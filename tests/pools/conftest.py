@@ -96,6 +96,12 @@ def mha_head_major(pages: int, page_size: int, device: str) -> DevicePool:
     return MHATokenToKVPool.from_buffers(k=k, v=v, page_size=page_size, form="head_major")
 
 
+def mha_block_head_major(pages: int, page_size: int, device: str) -> DevicePool:
+    # In memory: blocks, heads, layers, slots, keys and values.
+    whole = torch.zeros((pages, 2, LAYERS, page_size, 16), dtype=torch.bfloat16, device=device)
+    return MHATokenToKVPool.from_buffers(kv=whole.unbind(2), page_size=page_size, form="block_head_major")
+
+
 def mha_strided(pages: int, page_size: int, device: str) -> DevicePool:
     k, v = ([t[:, :2] for t in layers((pages * page_size, 3, dim), torch.float32, device)] for dim in (4, 8))
     return MHATokenToKVPool.from_buffers(k=k, v=v, page_size=page_size)
@@ -162,6 +168,9 @@ CASES = {
     "mha_joint_dim_0": Case(mha_joint_dim_0, MHATokenToKVPoolHost, row_view=lambda t: t.flatten(0, 1)),
     "mha_joint_dim_1": Case(mha_joint_dim_1, MHATokenToKVPoolHost, row_view=lambda t: t.flatten(0, 1)),
     "mha_head_major": Case(mha_head_major, MHATokenToKVPoolHost, row_view=lambda t: t.transpose(0, 1)),
+    "mha_block_head_major": Case(
+        mha_block_head_major, MHATokenToKVPoolHost, row_view=lambda t: t.transpose(1, 2).flatten(0, 1)
+    ),
     "mha_strided": Case(mha_strided, MHATokenToKVPoolHost),
     "mla": Case(mla, MLATokenToKVPoolHost),
     "mla_blocks": Case(mla_blocks, MLATokenToKVPoolHost, row_view=lambda t: t.flatten(0, 1)),

@@ -12,6 +12,7 @@ from hicache_pools import (
     MambaPool,
     MambaPoolHost,
     MHATokenToKVPool,
+    MHATokenToKVPoolHost,
     MLATokenToKVPool,
     component_from_tensors,
 )
@@ -261,3 +262,39 @@ def zeros(*shape, dtype=torch.bfloat16):
 def test_a_wrong_argument_is_named_with_what_is_accepted(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC"])
+@pytest.mark.parametrize("given", ["kv", "k and v"])
+def test_blocks_of_heads_in_any_order_of_memory_are_read_by_slot_and_head(order: str, given: str) -> None:
+    extents = {"L": 2, "B": 5, "H": 3, "N": 4, "C": 16}  # C: the values of a head behind its keys
+    whole = torch.randint(0, 1 << 15, [extents[axis] for axis in order], dtype=torch.int16).view(torch.bfloat16)
+    views = whole.permute([order.index(axis) for axis in "LBHNC"]).unbind(0)
+    if given == "kv":
+        pool = MHATokenToKVPool.from_buffers(kv=views, page_size=4, form="block_head_major")
+    else:
+        k, v = ([t[..., half].transpose(1, 2) for t in views] for half in (slice(8), slice(8, 16)))
+        pool = MHATokenToKVPool.from_buffers(k=k, v=v, page_size=4)
+    assert (pool.size, pool.head_num, pool.head_dim, pool.v_head_dim) == (20, 3, 8, 8)
+    host = MHATokenToKVPoolHost(pool, 1.0, 0)
+    slots = (torch.randperm(5)[:, None] * 4 + torch.arange(4)).flatten()
+    host.backup_from_device_all_layer(pool, slots, slots)
+    by_slot = torch.stack([t.transpose(1, 2).flatten(0, 1) for t in views], 1).view(torch.int16)
+    assert torch.equal(host.k_buffer.view(torch.int16), by_slot[..., :8])
+    assert torch.equal(host.v_buffer.view(torch.int16), by_slot[..., 8:])
+    before = whole.clone()
+    whole.zero_()
+    host.load_to_device_all_layer(pool, slots, slots)
+    assert torch.equal(whole.view(torch.int16), before.view(torch.int16))
+
+
+def test_blocks_of_heads_of_another_shape_are_refused() -> None:
+    for shape in ((5, 3, 4, 15), (5, 3, 16), (2, 5, 4, 3, 16)):
+        with pytest.raises(ValueError, match=r"^kv has shape .*block-head-major is \[blocks, heads, block, 2 \* dim\]"):
+            MHATokenToKVPool.from_buffers(kv=[torch.zeros(shape)], page_size=4, form="block_head_major")
+    with pytest.raises(ValueError, match=r"^k has shape .*block-head-major is \[blocks, heads, block, dim\]"):
+        MHATokenToKVPool.from_buffers(
+            k=[torch.zeros(4, 3, 8)], v=[torch.zeros(4, 3, 8)], page_size=4, form="block_head_major"
+        )
+    with pytest.raises(ValueError, match=r"form='block_head_major'"):
+        MHATokenToKVPool.from_buffers(kv=[torch.zeros(5, 3, 4, 16)], page_size=4)

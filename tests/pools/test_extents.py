@@ -218,17 +218,32 @@ WRONG_SLOTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_SLOTS)
-def test_a_wrong_free_of_slots_raises_and_changes_nothing(case: str) -> None:
+@pytest.mark.parametrize("call", ["free", "owned_pages"])
+def test_a_wrong_free_of_slots_raises_and_changes_nothing(case: str, call: str) -> None:
     allocator = ExtentAllocator(10, 4)
     held = allocator.alloc(20)
     assert held is not None
     before = allocator.stats()
     make, message = WRONG_SLOTS[case]
     with pytest.raises(ValueError, match=message):
-        allocator.free(make(held))
+        getattr(allocator, call)(make(held))
     assert allocator.stats() == before
     allocator.check_integrity()
     assert allocator.free(held) == 20
+
+
+def test_owned_pages_are_those_handed_out_in_any_order() -> None:
+    allocator = ExtentAllocator(50, 4)
+    held = allocator.alloc(160)
+    assert held is not None
+    pages = held.view(-1, 4)[torch.randperm(40)]
+    allocator.free(pages[30:].flatten())
+    kept = pages[:30].flatten()
+    assert (allocator.owned_pages(kept) == pages[:30, 0].numpy() // 4).all()
+    assert (allocator.owned_pages(kept.int()) == pages[:30, 0].numpy() // 4).all()
+    assert len(allocator.owned_pages(kept[:0])) == 0
+    with pytest.raises(ValueError, match="free already"):
+        allocator.owned_pages(pages.flatten())
 
 
 @pytest.mark.parametrize(

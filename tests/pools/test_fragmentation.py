@@ -4,21 +4,23 @@ import importlib.util
 import json
 import os
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.processes import faults_of_import_orders, run_within_a_gib
 
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.fragmentation import (
     STRATEGIES,
     BestFitPages,
     FifoPages,
-    TraceRequest,
     fragmentation_report,
-    read_trace,
     replay,
 )
+from hicache_pools.trace import TraceRequest, read_trace
 
 
 def conversations(requests: int) -> list[TraceRequest]:
@@ -151,7 +153,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str) -> None:
         read_trace(path)
 
 
-def command_line() -> object:
+def command_line() -> Any:
     for package in ("typer", "rich", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install hicache-pools[cli]")
@@ -168,7 +170,7 @@ def test_the_command_writes_table_json_and_plot(tmp_path: Path) -> None:
     written, drawn = tmp_path / "report.json", tmp_path / "report.png"
     options = "--requests 150 --pool-blocks 60 --pages-per-block 2 --node-blocks 0 --node-blocks 3"
     options += f" --json {written} --plot {drawn}"
-    outcome = CliRunner().invoke(app, ["fragmentation", str(path), *options.split()])  # type: ignore[arg-type]
+    outcome = CliRunner().invoke(app, ["fragmentation", str(path), *options.split()])
     assert outcome.exit_code == 0, outcome.output
     assert "extents" in outcome.output
     report = json.loads(written.read_text())
@@ -183,8 +185,58 @@ def test_the_command_refuses_a_file_that_is_no_trace(tmp_path: Path) -> None:
 
     path = tmp_path / "trace.jsonl"
     path.write_text("nothing\n")
-    outcome = CliRunner().invoke(app, ["fragmentation"], env={"HICACHE_TRACE": str(path)})  # type: ignore[arg-type]
+    outcome = CliRunner().invoke(app, ["fragmentation"], env={"HICACHE_TRACE": str(path)})
     assert outcome.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "complaint"),
+    [
+        ("", ["--pool-blocks", "9" * 12], "--pool-blocks is 999999999999 and --pages-per-block 32; accepted is"),
+        ("", ["--json", "/dev/null/report.json"], "--json is /dev/null/report.json, which cannot be written"),
+        ("", ["--plot", "picture.txt"], "--plot is picture.txt; a name that ends with one of"),
+        ("nothing", [], "{trace}, line 3: no object with timestamp and hash_ids"),
+        ("[" * 200_000, [], "{trace}, line 3: no object with timestamp and hash_ids"),
+        ('{"timestamp": Infinity, "hash_ids": []}', [], "{trace}, line 3: no object with timestamp and hash_ids"),
+    ],
+    ids=lambda value: None if len(value) < 40 else "long",
+)
+def test_what_cannot_work_is_one_line_without_torch(
+    tmp_path: Path, line: str, options: list[str], complaint: str
+) -> None:
+    path = write(tmp_path / "trace.jsonl", conversations(2))
+    path.write_text(f"{path.read_text()}{line}\n")
+    run = run_within_a_gib("hicache_pools.cli", "fragmentation", path, *options)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"hicache-pools: {complaint.format(trace=path)}")
+    assert run.stderr.count("\n") == 1, run.stderr
+
+
+def test_file_without_lines_is_not_read_into_memory() -> None:
+    run = run_within_a_gib("hicache_pools.cli", "fragmentation", "/dev/zero")
+    assert (run.returncode, run.stderr) == (2, "hicache-pools: /dev/zero: not a file\n")
+
+
+def test_help_needs_no_torch() -> None:
+    run = run_within_a_gib("hicache_pools.cli", "fragmentation", "--help")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_missing_matplotlib_is_named_with_its_extra_before_the_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = command_line()
+    from typer.testing import CliRunner
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = write(tmp_path / "trace.jsonl", conversations(2))
+    outcome = CliRunner().invoke(app, ["fragmentation", str(path), "--plot", "picture.png"])
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert outcome.stderr == "hicache-pools: --plot needs matplotlib: install hicache-pools[cli]\n"
+
+
+def test_public_names_do_not_depend_on_what_was_imported_before() -> None:
+    assert faults_of_import_orders("hicache_pools") == ""
 
 
 def test_pages_per_run_on_the_conversation_trace() -> None:

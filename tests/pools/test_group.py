@@ -178,10 +178,11 @@ def test_resolve_gives_host_slots_and_release_takes_them_back() -> None:
     assert free_slots(group) == {"kv": 5, "swa": 4, "mamba": 2}
 
 
-def test_nothing_to_resolve_is_an_empty_result() -> None:
+def test_nothing_to_resolve_is_none() -> None:
     group = group_of(kv=1)
-    assert group.resolve_host_transfers(None) == []
-    assert group.resolve_host_transfers([]) == []
+    assert group.resolve_host_transfers(None) is None
+    assert group.resolve_host_transfers([]) is None
+    assert group.resolve_device_transfers([]) is None
     assert group.release_transfers(None) == 0
 
 
@@ -376,6 +377,19 @@ def test_alloc_reclaims_as_resolve_does() -> None:
     assert group.alloc(2) is None
     assert calls == [3, 1]
     assert group.free(taken) == 3
+
+
+def test_reclaim_of_the_caller_is_asked_for_all_slots_in_place_of_the_entry() -> None:
+    group, calls = group_of(kv=1, swa=5), list[int]()
+    held = group.alloc(4, pool="swa")
+    assert held is not None
+    group.get_entry("swa").host_evict_fn = lambda _: pytest.fail("the entry was asked")
+    assert group.alloc(1, pool="swa", reclaim=lambda _: pytest.fail("there was room")) is not None
+    assert group.alloc(3, pool="swa", reclaim=calls.append) is None
+    taken = group.alloc(3, pool="swa", reclaim=lambda n: (calls.append(n), group.free(held, pool="swa")))
+    assert taken is not None
+    assert calls == [3, 3]
+    assert group.available_size(pool="swa") == 1
 
 
 def test_reclaim_that_frees_too_little_is_asked_once_and_nothing_is_taken() -> None:

@@ -16,6 +16,7 @@ import torch
 
 import hicache_pools.host_memory as host_memory_module
 from hicache_pools.host_memory import HostBuffer, allocate_host_buffer, attach_host_buffer
+from hicache_pools.memory_budget import HostMemoryBudgetError
 from hicache_pools.registration import HostRegistrationError
 
 MIB = 1 << 20
@@ -51,6 +52,10 @@ class FakeRuntime:
             return 1
         del self.pinned[address]
         return 0
+
+    def device_address(self, address: int) -> tuple[int, int]:
+        assert address in self.pinned
+        return 0, address
 
     def clear_error(self) -> None:
         self.pending = 0
@@ -263,6 +268,7 @@ def test_a_buffer_open_at_exit_is_drained_and_unpinned() -> None:
         class Runtime:
             def register(self, address, nbytes): print("register"); return 0
             def unregister(self, address): print("unregister"); return 0
+            def device_address(self, address): return 0, address
 
         buffer = allocate_host_buffer(1 << 20, page_bytes=4096, runtime=Runtime(), drain=lambda: print("drain"))
         view = buffer.tensor[7:]
@@ -282,6 +288,19 @@ def test_a_forked_child_does_not_unpin_what_its_parent_uses() -> None:
     gc.collect()
     assert runtime.log == ["register"]
     assert memory() is None
+
+
+@pytest.mark.parametrize("nbytes", [1 << 45, 1 << 62])
+def test_the_budget_is_asked_before_boundaries_are_looked_for(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object, **__: object) -> tuple[int, ...]:
+        raise AssertionError("that takes as long as there are chunks")
+
+    monkeypatch.setattr(host_memory_module, "registration_boundaries", look)
+    runtime = FakeRuntime()
+    for pin in (True, False):
+        with pytest.raises(HostMemoryBudgetError, match=f"asked for {nbytes} bytes"):
+            allocate_host_buffer(nbytes, pin=pin, page_bytes=4096, chunk_bytes=MIB, runtime=runtime)
+    assert runtime.log == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hicache_pools import (
     PoolEntry,
     attach_host_buffer,
 )
+from hicache_pools.host_pools import base as host_pool_base
 from hicache_pools.pool_entry import REQUIRED_POOL_ATTRIBUTES
 
 ATTRIBUTES = (
@@ -363,11 +364,14 @@ def test_page_sizes_must_hold_whole_rows(bench):
         bench.cases["deepseek_v4_c128"].host_class(device_pool, 1.0, 0, 64)
 
 
-def test_the_budget_is_asked_before_anything_is_allocated():
+def test_the_budget_is_asked_before_anything_is_allocated(monkeypatch):
     device_pool = MHATokenToKVPool(64, 16, torch.bfloat16, 2, 8, 2)
     options = HostMemoryOptions(budget=HostMemoryBudget(reserve_bytes=1 << 60))
+    monkeypatch.setattr(host_pool_base, "ExtentAllocator", None)  # its arrays grow with the pages
     with pytest.raises(HostMemoryBudgetError):
         MHATokenToKVPoolHost(device_pool, 1.0, 0, 16, memory_options=options)
+    with pytest.raises(HostMemoryBudgetError):
+        MHATokenToKVPoolHost(device_pool, 1.0, 0, 16, pages=(1 << 31) - 1)
 
 
 def test_registrations_end_between_pages(bench, case_name, layout):
@@ -382,6 +386,9 @@ def test_registrations_end_between_pages(bench, case_name, layout):
         def unregister(self, address):
             del self.registered[address]
             return 0
+
+        def device_address(self, address):
+            return 0, address
 
         def __getattr__(self, name):
             return lambda *_: 0

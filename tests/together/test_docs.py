@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import hicache_controller.cli
 import hicache_kernels.cli
 import hicache_pools.cli
 from hicache_controller.metrics import PREFIX
+from hicache_controller.mooncake_module import SYSTEM_PACKAGES
 from hicache_controller.storage import StorageStats, mooncake
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +33,7 @@ COMMANDS = {
     "hicache-kernels": hicache_kernels.cli.app,
     "hicache-pools": hicache_pools.cli.app,
 }
-ONCE = ("log_once", "_warn_once")
+ONCE = ("log_once", "warn_once")
 """Functions that log a message the first time it comes; they are called with it as their one argument."""
 LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "CRITICAL"}
 
@@ -212,7 +215,7 @@ def test_troubleshooting_page_has_every_log_line_and_no_other() -> None:
 
 # Names
 
-FOREIGN = {"_total", "cudaMemcpyBatchAsync", "dd", "libibverbs1", "libnuma1", "librdmacm1"}
+FOREIGN = {"_total", "attack", "cudaMemcpyBatchAsync", "dd", "libibverbs1", "libnuma1", "librdmacm1"}
 FOREIGN |= {"MC_MS_FILTERS", "MC_TRANSFER_TIMEOUT"}
 """Names in the documents that are not ours."""
 
@@ -230,3 +233,70 @@ def test_names_in_code_spans_are_in_the_sources(page: Path) -> None:
             continue
         unknown = [part for part in name[1].split(".") if part not in known]
         assert not unknown, f"{span!r} on {page.name}"
+
+
+# Migrating
+
+
+def migrations() -> Iterator[tuple[str, str]]:
+    """The middle cell of each row of the tables in migrating.md, which is ours, with the first."""
+    for line in (DOCS / "migrating.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        if len(cells) == 5 and cells[1] != "before" and "hicache_" in cells[2]:
+            yield cells[1], cells[2]
+
+
+@pytest.mark.parametrize(("before", "here"), list(migrations()))
+def test_row_of_the_migrating_tables_names_what_exists_with_that_signature(before: str, here: str) -> None:
+    spans = re.findall(r"`([^`]+)`", here)
+    assert spans, before
+    for span in spans:
+        found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", span)
+        assert found is not None, span
+        package, *path = found[1].split(".")
+        value: Any = importlib.import_module(package)
+        for place, name in enumerate(path, 1):
+            if not hasattr(value, name):
+                importlib.import_module(".".join((package, *path[:place])))
+            value = getattr(value, name)
+        if found[2] is not None:
+            check_parameters(span, value, [name.strip() for name in found[2].split(",") if name.strip()])
+
+
+def check_parameters(span: str, value: Any, given: list[str]) -> None:
+    parameters = [p for p in inspect.signature(value).parameters.values() if p.name != "self"]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    placed = [name for name in given if not name.endswith("=")]
+    assert placed == by_place[: len(placed)], span
+    assert {name[:-1] for name in given if name.endswith("=")} <= {p.name for p in parameters}, span
+
+
+def test_every_table_of_the_migrating_page_is_read() -> None:
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8").partition("## `can_use_jit`")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| before")]
+    assert len(list(migrations())) == len(rows) > 40
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda page: page.parent.name + "-" + page.name)
+def test_no_power_becomes_bold_type(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(r"\w\*\*\w", text) == []
+
+
+# Packages
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "packages").iterdir()), ids=lambda package: package.name)
+def test_package_says_where_its_home_documents_changes_and_issues_are(package: Path) -> None:
+    urls = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(urls["Homepage"]) for url in urls.values())
+    changelog = re.fullmatch(r".*/blob/main/(.*)", urls["Changelog"])
+    assert changelog is not None
+    assert ROOT / changelog[1] == package / "CHANGELOG.md"
+
+
+def test_readme_names_the_system_packages_that_mooncake_links_to() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = (block for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "mooncake_master" in block)
+    assert [name for name in SYSTEM_PACKAGES if name not in block] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -11,15 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib.colors
+import matplotlib.image
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from hicache_controller import report as reports
 from hicache_controller.cli import app
-from hicache_controller.replay import Replay, ReplayError, ReplayOptions, VerificationError
+from hicache_controller.policies import EVICTION_STRATEGIES
+from hicache_controller.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
 from hicache_controller.storage import MemoryStorage
 from hicache_controller.storage.base import RegisteredPool
 from hicache_controller.trace import TraceRequest, make_trace, read_trace, write_trace
+from hicache_controller.tree.policies import STRATEGIES
 
 
 def reuse(requests: list[TraceRequest]) -> tuple[int, int, int]:
@@ -131,6 +137,16 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
         assert report.paths[name].bytes > 0
         assert report.paths[name].seconds > 0
         assert report.paths[name].mean_run >= 1
+
+
+@pytest.mark.parametrize("eviction", STRATEGIES)
+def test_every_eviction_strategy_replays_without_a_wrong_byte(chats: list[TraceRequest], eviction: str) -> None:
+    with Replay(chats, small_options(chats, storage="memory", eviction=eviction)) as replay:
+        report = replay.run()
+        replay.cache.check_integrity()
+        assert type(replay.cache.strategy) is STRATEGIES[eviction]
+    assert tuple(STRATEGIES) == EVICTION_STRATEGIES
+    assert 0 < report.l1_hits < report.hits <= reuse(chats)[1]
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout"])
@@ -262,6 +278,10 @@ def test_malformed_line_names_file_line_and_fault_and_stops(tmp_path: Path, line
         (["--l3-dir", "/proc/no/such/place"], "/proc/no/such/place"),
         (["--block-tokens", "100"], "no multiple of page_size"),
         (["--row-bytes", "6"], "a multiple of 4 is expected"),
+        (
+            ["--eviction", "random"],
+            "eviction is 'random'; one of lru, lfu, size_aware,",
+        ),
         (["--pool", "abc"], "one of mha, mla"),
         (["--l1-pages", "many"], "--l1-pages is 'many'"),
         (["--l1-pages", "10000000"], "host memory"),
@@ -302,7 +322,7 @@ def test_trace_is_not_overwritten_by_its_figures(tmp_path: Path) -> None:
     before = trace.read_bytes()
     run = hicache("replay", trace, "--json", trace)
     assert run.exit_code == 2
-    assert "that is the trace" in run.stderr
+    assert "that is an input" in run.stderr
     assert trace.read_bytes() == before
 
 
@@ -317,8 +337,6 @@ def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path, e
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background jobs ignore the interrupt, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     process.stdout.readline()  # the set-up line: the replay is about to start
@@ -342,6 +360,17 @@ def test_command_writes_its_figures_and_its_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     for word in ("L1 device", "L2 host", "L3 storage", "rows verified"):
         assert word in run.stdout
+
+
+def test_picture_shows_the_last_requests_too(tmp_path: Path) -> None:
+    requests = random.randint(8, 12)
+    misses = random.randint(1, 9)
+    report = ReplayReport(paths={}, pools={}, history=[(misses, 0, 0, 0)] * (requests - 1) + [(0, 0, 0, misses)])
+    reports.plot(report, ReplayOptions(), tmp_path / "picture.png")
+    pixels = matplotlib.image.imread(tmp_path / "picture.png")[:, :, :3]
+    colour = matplotlib.colors.to_rgb(reports._COLOURS[-1])
+    # The legend has a patch of it; the last request a column of the whole height.
+    assert (abs(pixels - colour).max(axis=2) < 0.02).sum() > 10_000
 
 
 def test_info_names_versions_paths_and_reasons() -> None:

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.conftest import in_child
 from tests.together import transformers_families as fam
 
 from hicache_controller.integrations.transformers import HiCache, Hit, matching
@@ -90,6 +91,27 @@ def test_what_changes_the_keys_makes_every_stored_page_a_miss(change: str, tmp_p
     changed = {"revision": {"revision": "b"}, "model_id": {"model_id": "huge"}, "page_size": {"page_size": 4}}
     assert hit(other, options | changed.get(change, {})) == 0
     assert hit(model, options) == 32
+
+
+def test_a_forked_child_can_neither_use_nor_close_the_cache_of_its_parent(tmp_path: Path) -> None:
+    model, prompt = fam.make_model("llama", seed=5), fam.random_tokens(40)
+    with fam.open_cache(model, storage=tmp_path) as cache:
+        fam.keep(cache, prompt, 32)
+        session = cache.session(prompt)
+        with session as past:
+            assert past.cached_tokens == 32
+            for use in (
+                lambda: cache.session(prompt),
+                lambda: cache.flush(),
+                lambda: cache.close(),
+                lambda: cache.__exit__(None, None, None),
+                lambda: session.__exit__(None, None, None),
+            ):
+                assert "was made before a fork" in in_child(use)
+            fam.forward(model, prompt[:, 32:], past)
+        cache.flush()
+    with fam.open_cache(model, storage=tmp_path) as cache, cache.session(prompt) as past:
+        assert past.cached_tokens == past.hits[0].storage == 32
 
 
 @pytest.mark.parametrize(("step_pages", "pieces"), [(3, 3), (5, 2), (100, 1)])

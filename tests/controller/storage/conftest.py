@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hicache_controller.storage import Fingerprint, page_reader
+from hicache_controller.storage import Fingerprint, mooncake, page_reader
+from hicache_controller.storage.mooncake import MooncakeStorage
 from hicache_kernels.probe import load_outcome
 
 
@@ -72,6 +73,31 @@ def fake_pool():
 @pytest.fixture
 def fingerprint():
     return Fingerprint(model="org/model", revision="abc")
+
+
+@pytest.fixture
+def fresh():
+    """A fingerprint nobody else has, so that tests can share a master."""
+    return Fingerprint("org/model", os.urandom(8).hex())
+
+
+@pytest.fixture(scope="module")
+def connection(shared_master):
+    """A connection that tests share, as leaving a store takes Mooncake a second or two."""
+    first = MooncakeStorage(
+        fingerprint=Fingerprint("org/model", "shared"), master=shared_master.address, segment_bytes=32 << 20
+    )
+    assert first.wait_ready(10)
+    close, first._client.close = first._client.close, lambda: None
+    yield first._client
+    close()
+
+
+@pytest.fixture
+def shared(monkeypatch, connection, shared_master):
+    """Makes Mooncake storages on the shared connection."""
+    monkeypatch.setattr(mooncake, "MooncakeClient", lambda settings, clock: connection)
+    return lambda fingerprint: MooncakeStorage(fingerprint=fingerprint, master=shared_master.address)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What every storage does alike: pools with hit policies, the factory, the memory backend, the one that fails."""
 
+import os
 import threading
 import uuid
 
@@ -26,6 +27,150 @@ def storage(request, tmp_path, fingerprint):
     opened.close()
 
 
+@pytest.fixture(params=["memory", "file", "mooncake"])
+def any_storage(request, tmp_path, fresh):
+    if request.param == "mooncake":
+        opened = request.getfixturevalue("shared")(fresh)
+    else:
+        opened = MemoryStorage() if request.param == "memory" else FileStorage(tmp_path, fingerprint=fresh)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("length", [1, 16, 32, 33, 36, 64])
+def test_keys_have_up_to_64_bytes(any_storage, fake_pool, length):
+    """Such as block hashes of engines: 32 bytes of SHA-256, and 4 more for the number of a group."""
+    pool = fake_pool()
+    any_storage.register_mem_pool_host(pool)
+    keys = [bytes([i]) + os.urandom(length - 1) for i in range(3)] + [os.urandom(64)]
+    contents = pool.fill(range(4))
+    assert any_storage.batch_set(keys, pool.slots(range(4)), parents=[None, *keys[:-1]]) == [True] * 4
+    assert any_storage.batch_exists(keys) == 4
+    assert any_storage.batch_get(keys, pool.slots(range(10, 14))) == [True] * 4
+    assert [pool.read(page) for page in range(10, 14)] == contents
+    others = [bytes([key[0] ^ 0x80]) + key[1:] for key in keys]
+    assert any_storage.batch_get(others, pool.slots(range(10, 14))) == [False] * 4
+    for call in (
+        lambda keys: any_storage.batch_exists(keys),
+        lambda keys: any_storage.batch_exists_each(keys),
+        lambda keys: any_storage.batch_get(keys, pool.slots([0])),
+        lambda keys: any_storage.batch_set(keys, pool.slots([0])),
+    ):
+        with pytest.raises(ValueError, match="accepted are 1 to 64 bytes"):
+            call([bytes(65)])
+
+
+def test_one_call_says_of_each_page_whether_it_exists(any_storage, fake_pool, new_keys):
+    kv, state, keys = fake_pool(), fake_pool(), new_keys(20)
+    any_storage.register_mem_pool_host(kv)
+    any_storage.register_mem_pool_host(state, "mamba")
+    there = {}
+    for name, pool in (("kv", kv), ("mamba", state)):
+        there[name] = [byte % 2 == 1 for byte in os.urandom(20)]
+        stored = [key for key, stores in zip(keys, there[name], strict=True) if stores]
+        assert all(any_storage.batch_set(stored, pool.slots(range(len(stored))), name=name))
+    assert any_storage.batch_exists_each(keys) == there["kv"]
+    assert any_storage.batch_exists_each(keys, name="mamba") == there["mamba"]
+    assert any_storage.batch_exists_each([]) == []
+    with pytest.raises(KeyError, match="registered pools: kv, mamba"):
+        any_storage.batch_exists_each(keys, name="swa")
+
+
+def test_every_restorable_length_of_a_group_comes_from_one_call(any_storage, fake_pool, new_keys):
+    """Attention at 0 to 5, a window of two pages at 0, 1, 2, 4, 5, states behind 1, 2, 3 and 5."""
+    keys = new_keys(8)
+    for name, present in {"kv": range(6), "swa": [0, 1, 2, 4, 5, 6], "mamba": [1, 2, 3, 5, 7]}.items():
+        pool = fake_pool()
+        any_storage.register_mem_pool_host(pool, name)
+        assert all(any_storage.batch_set([keys[i] for i in present], pool.slots(present), name=name))
+    window = PoolTransfer("swa", keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    state = PoolTransfer("mamba", hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert any_storage.restorable_lengths(keys) == [1, 2, 3, 4, 5, 6]
+    assert any_storage.restorable_lengths(keys, [window]) == [1, 2, 3, 6]
+    assert any_storage.restorable_lengths(keys, [window, state]) == [2, 3, 6]
+    assert any_storage.restorable_lengths(keys, [PoolTransfer("swa"), state]) == [2, 3]
+    assert any_storage.restorable_lengths(keys[6:], [state]) == []
+    assert any_storage.restorable_lengths([]) == []
+
+
+@pytest.mark.parametrize("with_parents", [False, True])
+@pytest.mark.parametrize("backend", ["memory", "file", "faulty"])
+def test_what_a_call_answers_as_stored_is_there(tmp_path, fingerprint, fake_pool, new_keys, backend, with_parents):
+    """Calls of one page to twice as many as there is room for, some of which are there already."""
+    if backend == "memory":
+        storage = MemoryStorage(10 * 1024)
+    else:
+        storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=10 * 4096)
+    stores = FaultyStorage(storage) if backend == "faulty" else storage
+    pool, keys = fake_pool(), new_keys(20)
+    stores.register_mem_pool_host(pool)
+    storage.register_mem_pool_host(pool)
+    contents = pool.fill(range(20))
+    for first, count in ((0, 1), (3, 4), (0, 12), (5, 15), (0, 20), (10, 10), (19, 1)):
+        these = slice(first, first + count)
+        parents = [None, *keys[:-1]][these] if with_parents else None
+        stored = stores.batch_set(keys[these], pool.slots(range(first, first + count)), parents=parents)
+        assert stored == storage.batch_exists_each(keys[these])
+        if not with_parents:
+            assert stored.count(True) >= min(count, 10)
+        loaded = pool.slots(range(30, 30 + count))
+        assert storage.batch_get(keys[these], loaded) == stored
+        assert all(pool.read(30 + i) == contents[first + i] for i in range(count) if stored[i])
+    storage.close()
+
+
+@pytest.mark.parametrize("backend", ["memory", "file"])
+def test_pages_that_make_room_for_those_of_another_pool_do_not_count_as_stored(
+    tmp_path, fingerprint, fake_pool, new_keys, backend
+):
+    if backend == "memory":
+        storage = MemoryStorage(6 * 1024)
+    else:
+        storage = FileStorage(tmp_path, fingerprint=fingerprint, capacity_bytes=6 * 4096)
+    transfers = []
+    for name in ("kv", "mamba"):
+        pool = fake_pool()
+        storage.register_mem_pool_host(pool, name)
+        transfers.append(PoolTransfer(name, host_indices=pool.slots(range(4)), keys=new_keys(4)))
+    stored = storage.batch_set_pools(transfers)
+    assert stored == {each.name: storage.batch_exists_each(each.keys, name=each.name) for each in transfers}
+    assert (stored["kv"].count(True), stored["mamba"]) == (2, [True] * 4)
+    storage.close()
+
+
+def test_a_page_of_4_heads_is_none_for_a_pool_of_2_heads_of_twice_the_size(request, tmp_path, fresh, new_keys):
+    def pool_of(heads, dim):
+        layers = [torch.zeros(16, heads, dim, dtype=torch.uint8) for _ in range(4)]
+        device = MHATokenToKVPool.from_buffers(k=layers[:2], v=layers[2:], page_size=4)
+        return MHATokenToKVPoolHost(device, 1.0, 0, 4, pin_memory=False)
+
+    keys, slots, four, two = new_keys(3), torch.arange(12), pool_of(4, 16), pool_of(2, 32)
+    four.buffer.random_(0, 255)
+    two.buffer.zero_()
+    assert four.page_bytes == two.page_bytes
+    for open_one in (
+        lambda: FileStorage(tmp_path, fingerprint=fresh),
+        lambda: request.getfixturevalue("shared")(fresh),
+    ):
+        storage = open_one()
+        storage.register_mem_pool_host(four)
+        assert storage.batch_set(keys, slots) == [True] * 3
+        storage.close()
+        storage = open_one()
+        storage.register_mem_pool_host(two)
+        assert storage.batch_exists_each(keys) == storage.batch_get(keys, slots) == [False] * 3
+        assert not two.buffer.any()
+        storage.close()
+        storage = open_one()
+        storage.register_mem_pool_host(pool_of(4, 16))
+        assert storage.batch_get(keys, slots) == [True] * 3
+        storage.close()
+    memory = MemoryStorage()  # lives as long as its pools
+    memory.register_mem_pool_host(four)
+    with pytest.raises(ValueError, match="another pool"):
+        memory.register_mem_pool_host(two)
+
+
 @given(st.data())
 def test_a_prefix_counts_as_far_as_every_pool_can_restore_it(data):
     """Against the definition: the longest prefix of which each pool has what its policy needs."""
@@ -44,14 +189,15 @@ def test_a_prefix_counts_as_far_as_every_pool_can_restore_it(data):
         PoolTransfer(name, keys=None if w is None else keys[:1] * w, hit_policy=PoolHitPolicy.TRAILING_PAGES)
         for name, w in windows.items()
     ]
-    expected = max(
+    expected = [
         n
-        for n in range(length + 1)
+        for n in range(1, length + 1)
         if all(there["kv"][:n])
         and all(there["indexer"][:n])
         and all(all(there[name][max(0, n - (w or 1)) : n]) for name, w in windows.items())
-    )
-    assert storage.batch_exists_pools(keys, transfers) == expected
+    ]
+    assert storage.restorable_lengths(keys, transfers) == expected
+    assert storage.batch_exists_pools(keys, transfers) == max(expected, default=0)
 
 
 POOLS = ("kv", "indexer", "swa", "mamba")

@@ -307,11 +307,32 @@ def test_no_more_is_written_at_a_time_than_each_writer_keeps_back(
     pool.fill(range(30))
     chunks, real = [], FileStorage._store_chunk
     monkeypatch.setattr(
-        FileStorage, "_store_chunk", lambda self, p, s, jobs, o: chunks.append(len(jobs)) or real(self, p, s, jobs, o)
+        FileStorage, "_store_chunk", lambda self, p, s, jobs, *o: chunks.append(len(jobs)) or real(self, p, s, jobs, *o)
     )
     assert all(storage.batch_set(keys, pool.slots(range(30))))
     assert chunks == [10, 10, 10]
     storage.close()
+
+
+def test_a_page_that_another_process_evicts_during_the_call_does_not_count_as_stored(
+    storage, fake_pool, new_keys, monkeypatch
+):
+    pool, keys, removed = fake_pool(), new_keys(6), []
+    storage.register_mem_pool_host(pool)
+    storage.set_removal_listener(lambda keys, name: removed.extend(keys))
+    monkeypatch.setattr(file, "_CHUNK_PAGES", 2)
+    real, chunks = FileStorage._store_chunk, []
+
+    def store(*args):
+        if len(chunks) == 2:
+            os.unlink(storage.page_path(keys[1]))
+        chunks.append(args)
+        real(*args)
+
+    monkeypatch.setattr(FileStorage, "_store_chunk", store)
+    assert storage.batch_set(keys, pool.slots(range(6))) == [True, False, True, True, True, True]
+    assert len(chunks) == 3
+    assert removed == [keys[1]]
 
 
 def test_many_writers_leave_each_other_room(tmp_path, fake_pool, new_keys):

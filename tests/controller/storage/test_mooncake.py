@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache_controller.storage import Fingerprint, StorageBackendFactory, mooncake
+from hicache_controller.storage import StorageBackendFactory, mooncake
 from hicache_controller.storage.mooncake import MooncakeStorage
 from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, NullPoolHost, PoolHitPolicy, PoolTransfer
 
@@ -50,31 +50,6 @@ def new_storage(fingerprint, clock, own_master):
     yield make
     for storage in opened:
         storage.close()
-
-
-@pytest.fixture
-def fresh():
-    """A fingerprint nobody else has, so that tests can share a master."""
-    return Fingerprint("org/model", os.urandom(8).hex())
-
-
-@pytest.fixture(scope="module")
-def connection(shared_master):
-    """A connection that tests share, as leaving a store takes Mooncake a second or two."""
-    first = MooncakeStorage(
-        fingerprint=Fingerprint("org/model", "shared"), master=shared_master.address, segment_bytes=32 << 20
-    )
-    assert first.wait_ready(10)
-    close, first._client.close = first._client.close, lambda: None
-    yield first._client
-    close()
-
-
-@pytest.fixture
-def shared(monkeypatch, connection, shared_master):
-    """Makes storages on the shared connection."""
-    monkeypatch.setattr(mooncake, "MooncakeClient", lambda settings, clock: connection)
-    return lambda fingerprint: MooncakeStorage(fingerprint=fingerprint, master=shared_master.address)
 
 
 @pytest.fixture
@@ -253,7 +228,7 @@ def flipped(data):
 
 
 def of_version_0(data):
-    return data[:1032] + bytes(4) + data[1036:]
+    return data[:-120] + bytes(4) + data[-116:]
 
 
 @pytest.mark.parametrize(
@@ -482,6 +457,42 @@ def test_a_full_store_takes_what_fits_and_goes_on(new_storage, own_master, fake_
     clock.skip()
     assert until(lambda: storage.batch_set([b"new"], pool.slots([0])) == [True])
     assert not storage.stats().backing_off
+
+
+def test_a_page_that_later_ones_of_its_call_push_out_does_not_count_as_stored(
+    storage, fake_pool, new_keys, monkeypatch
+):
+    pool, keys = fake_pool(pages=300), new_keys(300)  # more than one call to Mooncake takes
+    storage.register_mem_pool_host(pool)
+    call, puts = storage._client.call, []
+
+    def evicting(method, *arguments):
+        if method == "batch_put_from_multi_buffers":
+            if puts:
+                call("batch_remove", puts[0][:2], True)
+            puts.append(arguments[0])
+        return call(method, *arguments)
+
+    monkeypatch.setattr(storage._client, "call", evicting)
+    assert storage.batch_set(keys, pool.slots(range(300))) == [False] * 2 + [True] * 298
+    assert len(puts) == 2
+    monkeypatch.undo()
+    assert storage.batch_exists_each(keys) == [False] * 2 + [True] * 298
+
+
+def test_a_master_that_is_lost_during_a_call_has_stored_nothing(storage, fake_pool, new_keys, monkeypatch):
+    pool, keys = fake_pool(pages=300), new_keys(300)
+    storage.register_mem_pool_host(pool)
+    call, puts, losses = storage._client.call, [], []
+
+    def lost(method, *arguments):
+        puts.extend([method] * (method == "batch_put_from_multi_buffers"))
+        return [-900] * len(arguments[0]) if len(puts) == 2 else call(method, *arguments)
+
+    monkeypatch.setattr(storage._client, "call", lost)
+    monkeypatch.setattr(storage._client, "lost", losses.append)  # the connection is that of other tests
+    assert storage.batch_set(keys, pool.slots(range(300))) == [False] * 300
+    assert len(losses) == 1
 
 
 def test_threads_store_and_load_at_once(storage, fake_pool, new_keys):

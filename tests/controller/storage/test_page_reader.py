@@ -117,8 +117,8 @@ def test_pages_of_another_key_format_and_owner_are_told(reader, threads, request
     assert found.outcome is Outcome.FOREIGN
     assert read(PageReader(threads, os.geteuid() + 1), [request])[0].outcome is Outcome.WRONG_OWNER
     with open(request.path, "r+b") as file:
-        file.seek(SIZE + 8)
-        file.write(b"\x02")
+        file.seek(-120, os.SEEK_END)
+        file.write(b"\x09")
     assert read(reader, [request])[0].outcome is Outcome.OLD_FORMAT
 
 

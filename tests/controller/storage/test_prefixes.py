@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_controller.storage import FileStorage, Fingerprint, MemoryStorage
+from hicache_controller.storage.page_file import FOOTER_BYTES
 
-PAGE = 4096 - 128  # with its footer one block
+PAGE = 4096 - FOOTER_BYTES  # with its footer one block
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 operations = st.lists(

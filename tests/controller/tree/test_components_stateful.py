@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.tree import CacheEvent, Change, Tier, WritePolicy
+from hicache_controller.tree.policies import STRATEGIES
 
 DEVICE_PAGES, HOST_PAGES = 12, 14
 PAGE_BYTES = 2 * 2 * 2 * 8
@@ -59,7 +60,7 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
 
         @initialize(
             policy=st.sampled_from(WritePolicy),
-            eviction=st.sampled_from(("lru", "lfu", "size_aware")),
+            eviction=st.sampled_from(tuple(STRATEGIES)),
             storage=st.sampled_from((None, "large", "small")),
             windows=st.booleans(),
             states=st.booleans(),

@@ -83,8 +83,94 @@ def test_size_aware_lets_former_favourites_age(model_with: MakeModel) -> None:
 
 
 def test_unknown_strategy_is_refused(model_with: MakeModel) -> None:
-    with pytest.raises(ValueError, match="eviction is 'random'; accepted are lru, lfu, size_aware"):
+    with pytest.raises(ValueError, match="eviction is 'random'; accepted are lru, lfu, size_aware, fifo, filo, mru"):
         model_with(eviction="random")
+    with pytest.raises(TypeError, match="eviction is None; accepted are lru"):
+        model_with(eviction=None)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "order"),
+    [("fifo", "ABCD"), ("filo", "DCBA"), ("mru", "BDCA"), ("slru", "ACDB")],
+)
+def test_strategies_of_place_and_segment_follow_their_order(model_with: MakeModel, eviction: str, order: str) -> None:
+    model = model_with(eviction=eviction)
+    for word in b"ABCD":
+        model.serve((word,))
+    for word in b"DB":
+        model.lookup((word,))
+    model.cache.drain()
+    gone = ""
+    while len(gone) < 4:
+        assert model.cache.evict_device(1) == 1
+        gone += "".join(chr(word) for word in b"ABCD" if chr(word) not in gone and on_device(model, (word,)) == [False])
+    assert gone == order
+    model.empty()
+
+
+class Falling:
+    """What was used last leaves first, by values below or above those of nodes that were never used."""
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
+        return self.top - tick
+
+
+@pytest.mark.parametrize("top", [0, 10**9])
+def test_values_that_fall_are_followed(model_with: MakeModel, top: int) -> None:
+    model = model_with(eviction=Falling(top))
+    for word in range(4):
+        model.serve((word,))
+    model.cache.drain()
+    assert model.cache.evict_device(1) == 1
+    assert on_device(model, (0,), (1,), (2,), (3,)) == [True, True, True, False]
+    model.lookup((0,))
+    assert model.cache.evict_device(1) == 1
+    assert on_device(model, (0,), (1,), (2,)) == [False, True, True]
+    model.empty()
+
+
+def test_queues_forget_what_falling_values_left_behind(model_with: MakeModel) -> None:
+    model = model_with(eviction="mru")
+    for words in ((1,), (2,)):
+        model.serve(words)
+    model.cache.drain()
+    for _ in range(500):
+        model.lookup((1,))
+        model.lookup((2,))
+    assert len(model.cache._device_queue) <= 65
+    assert len(model.cache._host_queue) <= 65
+    assert [model.cache.evict_device(1) for _ in range(3)] == [1, 1, 0]
+    model.empty()
+
+
+def test_parts_of_a_cut_node_keep_when_it_was_created(model_with: MakeModel) -> None:
+    model = model_with(eviction="fifo")
+    model.serve((1, 2, 3))
+    model.serve((9,))
+    model.serve((1, 2, 4))  # cuts the first
+    model.cache.drain()
+    assert model.cache.evict_device(1) == 1
+    assert on_device(model, (1, 2, 3), (9,), (1, 2, 4)) == [False, True, True]
+    assert model.cache.evict_device(1) == 1
+    assert on_device(model, (9,), (1, 2, 4)) == [False, True]
+    model.empty()
+
+
+def test_value_that_is_not_a_number_is_refused(model_with: MakeModel) -> None:
+    class NotANumber:
+        def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
+            return float("nan")
+
+    model = model_with(eviction=NotANumber())
+    match = model.cache.match_prefix(model.keys_of((1,)))
+    pages = model.cache.alloc_device(1)
+    with pytest.raises(ValueError, match="gave a node the value nan; accepted are numbers"):
+        model.cache.insert(match, pages)
+    assert model.cache.stats() == (0, 0, 0)
+    model.cache.release(match)
 
 
 def test_lower_priority_leaves_first_however_recent(model_with: MakeModel) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hicache_kernels import jit_kernel, jit_kernel_reference
-from hicache_kernels.pointer_table import pointer_table
+from hicache_kernels.pointer_tables import pointer_table
 from hicache_kernels.probe import unavailable_reason
 from hicache_kernels.spec import module_device_type
 

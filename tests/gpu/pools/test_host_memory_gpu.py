@@ -1,5 +1,6 @@
 """Host buffers on a GPU machine: really pinned, really undone, never freed under a copy."""
 
+import contextlib
 import gc
 import itertools
 import random
@@ -11,6 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from hicache_kernels import jit_kernel, pointer_table
+from hicache_kernels.host_ranges import kernel_address
+from hicache_kernels.probe import load_module
+from hicache_kernels.spec import module_device_type
+from hicache_pools import HostMemoryOptions, MHATokenToKVPool, MHATokenToKVPoolHost
 from hicache_pools.gpu_runtime import GpuRuntime
 from hicache_pools.host_memory import allocate_host_buffer
 from hicache_pools.registration import HostRegistrationError
@@ -165,3 +171,80 @@ def test_a_process_that_ends_with_pinned_memory_and_a_copy_in_flight_ends_well(g
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class OwnAddresses(GpuRuntime):
+    """The real runtime; writes down the device address it gave for each registered address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, int] = {}
+
+    def device_address(self, address: int) -> tuple[int, int]:
+        code, found = super().device_address(address)
+        self.given[address] = found
+        return code, found
+
+
+@pytest.mark.parametrize("policy", ["direct", "staged"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+def test_registered_memory_moves_by_the_device_address_of_each_chunk(
+    gpu: torch.device, layout: str, policy: str
+) -> None:
+    device_pool = MHATokenToKVPool(4096, 16, torch.bfloat16, 4, 64, 2, gpu)
+    for tensor in (*device_pool.k_buffer, *device_pool.v_buffer):
+        tensor.copy_(torch.randn(tensor.shape, device=gpu))
+    before = [tensor.clone() for tensor in (*device_pool.k_buffer, *device_pool.v_buffer)]
+    runtime = OwnAddresses()
+    options = HostMemoryOptions(runtime=runtime, chunk_bytes=MIB)
+    host = MHATokenToKVPoolHost(device_pool, 1.0, 0, layout=layout, transfer_policy=policy, memory_options=options)
+    try:
+        ranges = host.host_buffer.ranges
+        assert len(ranges) > 1
+        assert runtime.given == {each.address: each.device_address for each in ranges}
+        slots = (torch.randperm(256)[:, None] * 16 + torch.arange(16)).flatten()
+        assert host.backup_from_device_all_layer(device_pool, slots, slots).path == policy
+        torch.cuda.synchronize()
+        pages = host.page_num
+        kept = torch.stack([host.read_page(page) for page in range(pages)])
+        for tensor in (*device_pool.k_buffer, *device_pool.v_buffer):
+            tensor.zero_()
+        assert host.load_to_device_all_layer(device_pool, slots, slots).path == policy
+        torch.cuda.synchronize()
+        for tensor, old in zip((*device_pool.k_buffer, *device_pool.v_buffer), before, strict=True):
+            assert torch.equal(tensor, old)
+        assert torch.equal(torch.stack([host.read_page(page) for page in range(pages)]), kept)
+    finally:
+        host.destroy()
+
+
+@pytest.mark.parametrize("pinned_by", ["torch", "pools"])
+def test_the_runtime_finds_bytes_inside_pinned_memory_too(gpu: torch.device, pinned_by: str) -> None:
+    module = load_module("main", module_device_type(gpu))
+    assert module is not None
+    with contextlib.ExitStack() as stack:
+        if pinned_by == "torch":
+            whole = torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
+        else:
+            whole = stack.enter_context(allocate_host_buffer(MIB, page_bytes=4096, device=gpu)).tensor
+        start = module["device_address"](whole.data_ptr())
+        for offset in (1, 4096, 12345, MIB - 1):
+            assert module["device_address"](whole.data_ptr() + offset) == start + offset
+            assert kernel_address("whole", whole[offset - offset % 16 :], 16) == start + offset - offset % 16
+
+
+def test_rows_of_pinned_memory_move_through_caches_and_tables(gpu: torch.device) -> None:
+    rows = torch.randint(0, 256, (2, 256, 64), dtype=torch.uint8, device=gpu)
+    host = torch.zeros((2, 256, 64), dtype=torch.uint8, pin_memory=True)
+    order = torch.randperm(256)
+    for layer in range(2):
+        jit_kernel.transfer_hicache_one_layer_mla(host[layer], order, rows[layer], order)
+    torch.cuda.synchronize()
+    assert torch.equal(host, rows.cpu())
+    back = torch.zeros_like(rows)
+    tables = [pointer_table(list(each), device=gpu) for each in (back, host)]
+    jit_kernel.transfer_hicache_all_layer_mla(
+        tables[0], order, tables[1], order, cache_src_stride_bytes=64, cache_dst_stride_bytes=64
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(back, rows)

@@ -1,33 +1,10 @@
 """Orders KV cache transfers against compute, keeps the prefix tree and the storage tier; the hicache command line."""
 
-from .controller import HiCacheController
-from .hashing import Namespace, page_hashes
-from .hybrid import HybridCacheController, SidecarPoolSpec
-from .layer_done import LayerDoneCounter
-from .operations import Ack, CacheOperation, StorageAck
-from .radix import UnifiedRadixCache, WritePolicy
-from .storage import Fingerprint, HiCacheStorage, MemoryStorage, StorageBackendFactory
-from .storage_link import StorageSettings
-from .transfer_engine import L2TransferEngine
-from .transfer_handle import L2Transfer
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Ack",
-    "CacheOperation",
-    "Fingerprint",
-    "HiCacheController",
-    "HiCacheStorage",
-    "HybridCacheController",
-    "L2Transfer",
-    "L2TransferEngine",
-    "LayerDoneCounter",
-    "MemoryStorage",
-    "Namespace",
-    "SidecarPoolSpec",
-    "StorageAck",
-    "StorageBackendFactory",
-    "StorageSettings",
-    "UnifiedRadixCache",
-    "WritePolicy",
-    "page_hashes",
-]
+if TYPE_CHECKING:
+    from .public import *
+else:
+    from hicache_kernels.lazy_names import names_from
+
+    __getattr__ = names_from(__name__, "public")

@@ -6,19 +6,19 @@ trace that keeps the books and moves no bytes.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from .capacity_geometry import CapacityError, ModelGeometry
-from .replay import Replay, ReplayError, ReplayOptions
-from .storage.directory import disk_bytes as bytes_on_disk
-from .storage.page_file import FOOTER_BYTES
+from .replay import ReplayError, ReplayOptions
 from .trace import BLOCK_TOKENS, TraceRequest
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
+_LARGEST_SIZE = 1 << 62
+_RATES = (1e-9, 1e18)
 
 
 def parse_bytes(text: str) -> int:
@@ -35,7 +35,10 @@ def parse_bytes(text: str) -> int:
             f"size is {text!r}; a number with KB, MB, GB, TB, KiB, MiB, GiB, TiB or nothing is expected"
         )
     base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _UNITS[found[2].upper()])
+    size = int(Fraction(found[1]) * base ** _UNITS[found[2].upper()])
+    if size > _LARGEST_SIZE:
+        raise CapacityError(f"size is {text!r}; at most {_LARGEST_SIZE} bytes are accepted")
+    return size
 
 
 @dataclass(frozen=True)
@@ -151,20 +154,23 @@ def plan_capacity(
     CapacityError
         Naming the argument that is out of range.
     """
-    for name, value in (
-        ("device_bytes", device_bytes),
-        ("page_size", page_size),
-        ("prompt_tokens", prompt_tokens),
+    for name, size, least in (
+        ("device_bytes", device_bytes, 1),
+        ("host_bytes", host_bytes, 0),
+        ("disk_bytes", disk_bytes, 0),
+        ("page_size", page_size, 1),
+        ("prompt_tokens", prompt_tokens, 1),
+    ):
+        if not least <= size <= _LARGEST_SIZE:
+            raise CapacityError(f"{name} is {size}; accepted is {least} to {_LARGEST_SIZE}")
+    for name, rate in (
         ("bus_bytes_per_second", bus_bytes_per_second),
         ("requests_per_second", requests_per_second),
         ("disk_bytes_per_second", disk_bytes_per_second),
         ("prefill_tokens_per_second", prefill_tokens_per_second),
     ):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise CapacityError(f"{name} is {value}; it must be positive")
-    for name, size in (("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
-        if size < 0:
-            raise CapacityError(f"{name} is {size}; it must not be negative")
+        if rate is not None and not _RATES[0] <= rate <= _RATES[1]:
+            raise CapacityError(f"{name} is {rate}; accepted is {_RATES[0]:g} to {_RATES[1]:g}")
     if prompt_tokens < page_size:
         raise CapacityError(f"prompt_tokens is {prompt_tokens}; at least a page of {page_size} tokens is expected")
     arriving = None if requests_per_second is None else requests_per_second * prompt_tokens
@@ -212,6 +218,9 @@ def _tier(
 
 def disk_prompt_bytes(geometry: ModelGeometry, tokens: int, page_size: int) -> int:
     """Bytes a cached prompt takes in a file storage: a file a page of each pool, footer included, in disk blocks."""
+    from .storage.directory import disk_bytes as bytes_on_disk
+    from .storage.page_file import FOOTER_BYTES
+
     pages = tokens // page_size
     window_pages = min(pages, -(-geometry.window_tokens // page_size))
     files = (
@@ -286,6 +295,8 @@ def expected_hits(requests: Sequence[TraceRequest], plan: CapacityPlan) -> Expec
         data=False,
     )
     options = replace(options, l3_bytes=blocks.get("L3", 0) * options.page_bytes)
+    from .replay import Replay
+
     try:
         with Replay(requests, options) as replay:
             report = replay.run()

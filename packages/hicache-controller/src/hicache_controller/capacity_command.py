@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
+
+from hicache_kernels.command_line import CommandError, check_output, read_json, show, write_output
 
 from .capacity import CapacityPlan, ExpectedHits, expected_hits, parse_bytes, plan_capacity, trace_means
 from .capacity_geometry import (
@@ -21,10 +23,7 @@ from .capacity_geometry import (
 )
 from .trace import TraceError, TraceRequest, read_trace
 
-BAD_INPUT = 2
 DEFAULT_DTYPE = "bfloat16"
-
-_errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def capacity(
@@ -62,6 +61,8 @@ def capacity(
     Give the model's shape (--layers with --kv-heads and --head-dim, or with --latent-dim) or --config. Sizes are those
     of one rank. With --trace the expected hits come from a replay that keeps the books and moves no bytes.
     """
+    if json_file is not None:
+        check_output("--json", json_file, config, trace)
     try:
         shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "latent_dim": latent_dim}
         geometry = model_geometry(config, shape, dtype, tp, parse_bytes(state))
@@ -80,16 +81,12 @@ def capacity(
             prefill_tokens_per_second=prefill_tokens_per_second,
         )
         hits = None if loaded is None else expected_hits(loaded, plan)
-        if json_file is not None:
-            figures = {"plan": dataclasses.asdict(plan), "hits": None if hits is None else dataclasses.asdict(hits)}
-            json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     except (CapacityError, TraceError) as error:
-        _errors.print(f"error: {error}", markup=False)
-        raise typer.Exit(BAD_INPUT) from None
-    except OSError as error:
-        _errors.print(f"error: {error.filename}: {error.strerror or error}", markup=False)
-        raise typer.Exit(BAD_INPUT) from None
-    Console().print(tables(plan, hits))
+        raise CommandError(str(error)) from None
+    show(tables(plan, hits))
+    if json_file is not None:
+        figures = {"plan": dataclasses.asdict(plan), "hits": None if hits is None else dataclasses.asdict(hits)}
+        write_output("--json", json_file, lambda path: path.write_text(json.dumps(figures, indent=2) + "\n"))
 
 
 def model_geometry(
@@ -101,16 +98,15 @@ def model_geometry(
     ------
     CapacityError
         Where neither or both are given, or one of them does not make a geometry.
+    CommandError
+        Where the config cannot be read.
     """
     given = {name: value for name, value in shape.items() if value is not None}
     if config is not None:
         if given:
             raise CapacityError(f"--config is given beside --{next(iter(given)).replace('_', '-')}; accepted is one")
         path = config / "config.json" if config.is_dir() else config
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise CapacityError(f"--config is {path}; that is not JSON") from None
+        fields = read_json("--config", path)
         if not isinstance(fields, dict):
             raise CapacityError(f"--config is {path}; a JSON object is expected")
         return geometry_from_config(fields, dtype=dtype, tp=tp, state_bytes=state_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ ELEMENT_BYTES: Mapping[str, int] = {
 }
 """Bytes of a value by torch's name of its type."""
 
+_LARGEST = 1 << 31
+_MOST_LAYERS = 1 << 16
+_LARGEST_BYTES = 1 << 62
 _INDEX_SCALE_VALUES = 128  # index keys of DSA share a float32 scale so many at a time, as in DSATokenToKVPool
 _STATE_KINDS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 _ATTENTION_KINDS = ("full_attention", "attention", "global_attention", "indexed_attention", "hybrid")
@@ -52,9 +56,9 @@ class ModelGeometry:
     def __post_init__(self) -> None:
         if self.token_bytes <= 0:
             raise CapacityError(f"token_bytes is {self.token_bytes}; a model needs layers that keep every token")
-        for name in ("window_bytes", "window_tokens", "state_bytes"):
-            if getattr(self, name) < 0:
-                raise CapacityError(f"{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("token_bytes", "window_bytes", "window_tokens", "state_bytes"):
+            if not 0 <= getattr(self, name) <= _LARGEST_BYTES:
+                raise CapacityError(f"{name} is {getattr(self, name)}; accepted is 0 to {_LARGEST_BYTES}")
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of the anchor: ``page_size`` tokens of the layers that keep every token."""
@@ -72,14 +76,14 @@ class ModelGeometry:
 def attention_token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
     """Bytes of a token's keys and values in ``layers`` layers."""
     for name, value in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-        _positive(name, value)
+        _check_size(name, value)
     return layers * 2 * kv_heads * head_dim * element_bytes(dtype)
 
 
 def latent_token_bytes(layers: int, latent_dim: int, dtype: str, *, index_head_dim: int = 0) -> int:
     """Bytes of a token's MLA latents in ``layers`` layers, with its index keys and their scales where there are any."""
     for name, value in (("layers", layers), ("latent_dim", latent_dim)):
-        _positive(name, value)
+        _check_size(name, value)
     index = index_head_dim + index_head_dim // _INDEX_SCALE_VALUES * 4
     return layers * (latent_dim * element_bytes(dtype) + index)
 
@@ -114,7 +118,7 @@ def geometry_from_config(
     CapacityError
         Naming the field that is missing or the shape that is not known.
     """
-    _positive("tp", tp)
+    _check_size("tp", tp)
     if isinstance(config.get("text_config"), Mapping):
         config = {**config, **config["text_config"]}
     notes: list[str] = []
@@ -147,21 +151,23 @@ def geometry_from_config(
 def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
     """Kind of each layer that keeps something of its own."""
     layers = _whole(config, "num_hidden_layers")
-    listed = config.get("layer_types") or config.get("layers_block_type")
+    listed = next((name for name in ("layer_types", "layers_block_type") if config.get(name)), None)
     pattern = config.get("sliding_window_pattern")
     period, indices = config.get("attn_layer_period"), config.get("attn_layer_indices")
     kinds: list[str]
     if listed:
-        kinds = [str(kind) for kind in listed]
+        kinds = [str(kind) for kind in _listed(config, listed)]
         known = (*_ATTENTION_KINDS, *_WINDOW_KINDS, *_STATE_KINDS)
         unknown = [kind for kind in kinds if kind not in known]
         if unknown or len(kinds) != layers:
             fault = f"has layers of kind {unknown[0]!r}" if unknown else f"lists {len(kinds)} of {layers} layers"
             raise CapacityError(f"config {fault}; give the shape instead of a config")
-    elif isinstance(indices, Sequence) and not isinstance(indices, str):
-        kinds = ["full_attention" if layer in indices else "mamba" for layer in range(layers)]
+    elif indices is not None:
+        attention = {str(index) for index in _listed(config, "attn_layer_indices")}
+        kinds = ["full_attention" if str(layer) in attention else "mamba" for layer in range(layers)]
     elif period:
-        period, offset = _whole(config, "attn_layer_period"), int(config.get("attn_layer_offset") or 0)
+        period = _whole(config, "attn_layer_period")
+        offset = _whole(config, "attn_layer_offset", least=0) if config.get("attn_layer_offset") else 0
         kinds = ["full_attention" if layer % period == offset else "mamba" for layer in range(layers)]
     elif any(field.startswith("mamba_") for field in config):
         kinds = ["hybrid"] * layers
@@ -171,8 +177,8 @@ def _layer_kinds(config: Mapping[str, Any], notes: list[str]) -> Sequence[str]:
         kinds = ["full_attention"] * layers
         if config.get("sliding_window") and config.get("use_sliding_window", True):
             notes.append("config has a sliding window but does not say in which layers: all are counted as full")
-    shared = config.get("num_kv_shared_layers") or 0
-    return kinds[: layers - shared]
+    shared = _whole(config, "num_kv_shared_layers", least=0) if config.get("num_kv_shared_layers") else 0
+    return kinds[: max(layers - shared, 0)]
 
 
 def _rank_heads(config: Mapping[str, Any], tp: int, kind: str = "") -> int:
@@ -188,16 +194,27 @@ def _head_dim(config: Mapping[str, Any], kind: str = "") -> int:
     for name in (f"{kind}head_dim", "head_dim"):
         if config.get(name):
             return _whole(config, name)
-    return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+    return max(_whole(config, "hidden_size") // _whole(config, "num_attention_heads"), 1)
 
 
-def _whole(config: Mapping[str, Any], name: str) -> int:
+def _whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CapacityError(f"config has {name} {value!r}; a positive whole number is expected")
+    largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
+        raise CapacityError(
+            f"config has {name} {reprlib.repr(value)}; a whole number from {least} to {largest} is expected"
+        )
     return value
 
 
-def _positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise CapacityError(f"{name} is {value}; it must be positive")
+def _listed(config: Mapping[str, Any], name: str) -> list[Any]:
+    value = config[name]
+    if not isinstance(value, list | tuple):
+        raise CapacityError(f"config has {name} {reprlib.repr(value)}; a list is expected")
+    return list(value)
+
+
+def _check_size(name: str, value: int) -> None:
+    largest = _MOST_LAYERS if name == "layers" else _LARGEST
+    if not 0 < value <= largest:
+        raise CapacityError(f"{name} is {value}; accepted is 1 to {largest}")

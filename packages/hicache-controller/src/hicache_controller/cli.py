@@ -5,38 +5,52 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from . import report as reports
+from hicache_kernels.command_line import (
+    FAILED,
+    INTERRUPTED,
+    CommandError,
+    CommandGroup,
+    check_device,
+    check_output,
+    check_plot,
+    errors,
+    find_device,
+    first_line,
+    output,
+    show,
+    terminated_like_interrupted,
+    write_output,
+)
+
 from .bench.cli import bench_app
 from .capacity_command import capacity
-from .radix import WritePolicy
-from .replay import POOLS, Replay, ReplayError, ReplayOptions, VerificationError
+from .policies import PrefetchPolicy, WritePolicy
+from .replay import POOLS, ReplayError, ReplayOptions, VerificationError
 from .replay.plans import DEFAULT_PAGE_SIZES
-from .storage_worker import PrefetchPolicy
-from .trace import TraceError, TraceRequest, make_trace, read_trace, write_trace
+from .trace import TraceRequest, make_trace, read_trace, write_trace
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+if TYPE_CHECKING:
+    from .replay import Replay
+
+app = typer.Typer(
+    name="hicache", cls=CommandGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 trace_app = typer.Typer(no_args_is_help=True, help="Request traces.")
 app.add_typer(trace_app, name="trace")
 app.add_typer(bench_app, name="bench")
 app.command()(capacity)
 
-BAD_INPUT = 2
-WRONG_BYTES = 1
-INTERRUPTED = 130
-PICTURES = (".png", ".pdf", ".svg")
-
-_output = Console()
-_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+MAX_SAMPLE_BYTES = 1 << 30
+"""Most bytes of a page that ``hicache info`` makes to see how it would be moved."""
 
 
 @app.callback()
@@ -49,46 +63,26 @@ def _main(
     )
 
 
-def _stop(message: str, code: int = BAD_INPUT) -> NoReturn:
-    _errors.print(f"error: {message}", markup=False)
-    raise typer.Exit(code)
-
-
 def _pages(text: str, option: str, all_pages: int) -> int:
     """Pages from a number, or from a percentage of the trace's distinct pages."""
     try:
         value = round(all_pages * float(text[:-1]) / 100) if text.endswith("%") else int(text)
-    except ValueError:
+    except (OverflowError, ValueError):
         value = 0
     if value <= 0:
-        _stop(f"{option} is {text!r}; a positive number of pages, or of percent such as 10%, is expected")
+        raise CommandError(f"{option} is {text!r}; a positive number of pages, or of percent such as 10%, is expected")
     return value
-
-
-def _check_output(path: Path, option: str, trace: Path | None) -> None:
-    """Stop now rather than after the replay where a file cannot be written."""
-    try:
-        if trace is not None and path.exists() and path.samefile(trace):
-            _stop(f"{option} is {path}; that is the trace")
-        existed = path.exists()
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        _stop(f"{option} is {path}: {error.strerror or error}")
 
 
 def _load_requests(trace: Path | None, limit: int | None) -> list[TraceRequest]:
     if limit is not None and limit <= 0:
-        _stop(f"--requests is {limit}; it must be positive")
-    if trace is None:
-        return make_trace(limit or 300)
+        raise CommandError(f"--requests is {limit}; it must be positive")
     try:
-        return read_trace(trace, limit)
-    except TraceError as error:
-        _stop(str(error))
+        return make_trace(limit or 300) if trace is None else read_trace(trace, limit)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     except OSError as error:
-        _stop(f"{trace}: {error.strerror or error}")
+        raise CommandError(f"{trace}: {error.strerror or error}") from None
 
 
 @app.command()
@@ -124,6 +118,9 @@ def replay(
         PrefetchPolicy, typer.Option(help="How long a request waits for its pages from storage.")
     ] = PrefetchPolicy.WAIT_COMPLETE,
     write_policy: Annotated[WritePolicy, typer.Option(help="When pages are written back.")] = WritePolicy.WRITE_THROUGH,
+    eviction: Annotated[
+        str, typer.Option(help="What leaves a tier first: lru, lfu, size_aware, fifo, filo, mru or slru.")
+    ] = "lru",
     data: Annotated[
         bool, typer.Option("--data/--no-data", help="Move and check bytes, or only keep the books.")
     ] = True,
@@ -135,24 +132,28 @@ def replay(
     Complete blocks of 512 tokens count; what is left of a request behind them is not cached. By default L1 and L2 hold
     at least the largest request.
     """
-    for path, option in ((json_file, "--json"), (plot, "--plot")):
-        if path is not None:
-            _check_output(path, option, trace)
-    if plot is not None and plot.suffix not in PICTURES:
-        _stop(f"--plot is {plot}; a name that ends with one of {', '.join(PICTURES)} is expected")
+    check_device(device)
+    if json_file is not None:
+        check_output("--json", json_file, trace)
+    if plot is not None:
+        check_plot(plot, "hicache-controller[plot]", trace)
     if l3_dir is not None and not l3_dir.name:
-        _stop(f"--l3-dir is {str(l3_dir)!r}; the name of a directory is expected")
+        raise CommandError(f"--l3-dir is {str(l3_dir)!r}; the name of a directory is expected")
     if l3_dir is not None and (l3_bytes == 0 or not data or storage != "file"):
-        _stop("--l3-dir needs --data, --storage file and an --l3-bytes that is not 0; nothing would be stored there")
+        raise CommandError(
+            "--l3-dir needs --data, --storage file and an --l3-bytes that is not 0; nothing would be stored there"
+        )
     loaded = _load_requests(trace, requests)
     page_size = DEFAULT_PAGE_SIZES.get(pool, 64) if page_size is None else page_size
     distinct = len({block for request in loaded for block in request.blocks})
     largest = max(len(request.blocks) for request in loaded)
     if page_size <= 0 or block_tokens < page_size:
-        _stop(f"page_size is {page_size} and block_tokens is {block_tokens}; 0 < page_size <= block_tokens is expected")
+        raise CommandError(
+            f"page_size is {page_size} and block_tokens is {block_tokens}; 0 < page_size <= block_tokens is expected"
+        )
     per_block = block_tokens // page_size
     options = ReplayOptions(
-        device=device or reports.default_device(),
+        device=device or "cpu",
         pool=pool,
         layers=layers,
         row_bytes=row_bytes,
@@ -171,6 +172,7 @@ def replay(
         l3_bytes=l3_bytes,
         l3_dir=l3_dir,
         write_policy=write_policy,
+        eviction=eviction,
         data=data,
         storage=storage,
         mooncake_master=mooncake_master,
@@ -182,34 +184,40 @@ def replay(
         l2_checkpoints=l2_checkpoints,
     )
     try:
-        with _ended_like_interrupted(), Replay(loaded, options) as running:
-            _output.print(reports.setup_line(running, trace), highlight=False)
-            _run(running)
-            result = running.report
+        options.check_sizes(loaded)
     except ReplayError as error:
-        _stop(str(error))
-    except VerificationError as error:
-        _stop(f"wrong bytes: {error}", WRONG_BYTES)
-    except OSError as error:
-        _stop(f"{error.filename or l3_dir}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        kept = "" if l3_dir is None else f"; {l3_dir} stays usable"
-        _stop(f"interrupted{kept}", INTERRUPTED)
-    _output.print(reports.table(result, options))
+        raise CommandError(str(error)) from None
+    options = replace(options, device=find_device(device))
+    from . import report as reports
+    from .replay import Replay
+
+    with _one_line_errors(l3_dir), terminated_like_interrupted(), Replay(loaded, options) as running:
+        show(reports.setup_line(running, trace), highlight=False)
+        _run(running)
+        result = running.report
+    show(reports.table(result, options))
     if json_file is not None:
-        json_file.write_text(json.dumps(reports.as_json(result, options), indent=2) + "\n")
+        figures = json.dumps(reports.as_json(result, options), indent=2)
+        write_output("--json", json_file, lambda path: path.write_text(figures + "\n"))
     if plot is not None:
-        reports.plot(result, options, plot)
+        write_output("--plot", plot, lambda path: reports.plot(result, options, path))
 
 
 @contextlib.contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the run in order, as Ctrl-C does: a temporary storage must not stay behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _one_line_errors(storage: Path | None) -> Iterator[None]:
     try:
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    except BrokenPipeError:
+        raise
+    except ReplayError as error:
+        raise CommandError(str(error)) from None
+    except VerificationError as error:
+        raise CommandError(f"wrong bytes: {error}", FAILED) from None
+    except OSError as error:
+        raise CommandError(f"{error.filename or storage or 'storage'}: {error.strerror or error}") from None
+    except KeyboardInterrupt:
+        kept = "" if storage is None else f"; {storage} stays usable"
+        raise CommandError(f"interrupted{kept}", INTERRUPTED) from None
 
 
 def _run(running: Replay) -> None:
@@ -221,7 +229,7 @@ def _run(running: Replay) -> None:
         TextColumn("{task.fields[rate]:.0f} requests/s"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_errors, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("replay", total=len(running.requests), rate=0.0)
 
         def advance() -> None:
@@ -240,11 +248,10 @@ def make(
 ) -> None:
     """Make a trace of many-turn chats with shared system prompts."""
     try:
-        write_trace(out, make_trace(requests, seed=seed, system_prompts=system_prompts, turns=turns))
+        made = make_trace(requests, seed=seed, system_prompts=system_prompts, turns=turns)
     except ValueError as error:
-        _stop(str(error))
-    except OSError as error:
-        _stop(f"{out}: {error.strerror or error}")
+        raise CommandError(str(error)) from None
+    write_output("FILE", out, lambda path: write_trace(path, made))
 
 
 @app.command()
@@ -256,17 +263,23 @@ def info(
     page_size: Annotated[int | None, typer.Option(help="Tokens a page [64; deepseek_v4: 256].")] = None,
 ) -> None:
     """Show versions, devices, compilers, the build cache, and the path each transfer of a pool would take and why."""
+    check_device(device)
+    page_size = DEFAULT_PAGE_SIZES.get(pool, 64) if page_size is None else page_size
+    options = ReplayOptions(pool=pool, layers=layers, row_bytes=row_bytes, page_size=page_size, window_tokens=page_size)
     try:
-        reports.show_information(
-            _output,
-            device=device or reports.default_device(),
-            pool=pool,
-            layers=layers,
-            row_bytes=row_bytes,
-            page_size=DEFAULT_PAGE_SIZES.get(pool, 64) if page_size is None else page_size,
-        )
-    except (ValueError, RuntimeError, MemoryError) as error:
-        _stop(str(error).splitlines()[0])
+        plans = options.plans
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    page_bytes = sum(plan.page_bytes for plan in plans)
+    if page_bytes > MAX_SAMPLE_BYTES:
+        raise CommandError(f"a page of these pools has {page_bytes} bytes; at most {MAX_SAMPLE_BYTES} are accepted")
+    options = replace(options, device=find_device(device))
+    from . import report as reports
+
+    try:
+        reports.show_information(output, plans, options)
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(first_line(error)) from None
 
 
 if __name__ == "__main__":

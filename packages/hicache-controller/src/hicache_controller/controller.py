@@ -169,6 +169,13 @@ class HiCacheController(TransferController):
         """Return how many leading pages are in the storage of every rank; 0 without, or where it fails or is slow."""
         return self.storage.exists(keys)
 
+    def storage_restorable_lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the length in pages of every prefix that is in the storage of every rank, in ascending order.
+
+        It asks storage once; ranks of a group have to ask with as many keys. Empty without storage, or where it fails.
+        """
+        return self.storage.restorable_lengths(keys)
+
     def backup(
         self,
         host_indices: torch.Tensor,
@@ -193,7 +200,8 @@ class HiCacheController(TransferController):
         Raises
         ------
         ValueError
-            If counts do not match, or the indices are no whole pages of the host pool.
+            If counts do not match, or the indices are not whole pages of the host pool, each once, or were given back
+            or never allocated.
         RuntimeError
             If the controller is closed or has no backend.
         """
@@ -313,10 +321,11 @@ class HiCacheController(TransferController):
         pool_transfers: Sequence[PoolTransfer],
     ) -> None:
         self._check_open()
+        self.storage._need_backend()
         if parents is not None and len(parents) != len(keys):
             raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
-        parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
         with self._lock:
+            parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
             self._order.start_writes_of(uses)
             self.storage.backup(parts, node_id, uses, self._order.failed_source(self._writes, uses))
 
@@ -328,10 +337,11 @@ class HiCacheController(TransferController):
         pool_transfers: Sequence[PoolTransfer],
     ) -> PrefetchOperation:
         self._check_open()
+        self.storage._need_backend()
         if host_indices is None:
             return self.storage.prefetch((), request_id, ())
-        parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
         with self._lock:
+            parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
             self._order.start_writes_of(uses)
             return self.storage.prefetch(parts, request_id, uses)
 

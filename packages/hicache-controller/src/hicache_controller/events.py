@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from . import forks
+
 
 @runtime_checkable
 class Event(Protocol):
@@ -41,10 +43,11 @@ class _Latch:
     Invariant: the lock is held exactly until it is open, but for moments of those who have waited.
     """
 
-    __slots__ = ("_lock", "is_open")
+    __slots__ = ("_forks", "_lock", "is_open")
 
     def __init__(self) -> None:
         self.is_open = False
+        self._forks = forks.count
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -56,6 +59,8 @@ class _Latch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is open, at most ``timeout`` seconds; tell whether it is."""
+        if not self.is_open and self._forks != forks.count:
+            raise forks.fork_error("the transfer or the storage operation that is waited for")
         if not self.is_open and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
             self._lock.release()
         return self.is_open

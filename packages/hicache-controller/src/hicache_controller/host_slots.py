@@ -12,7 +12,7 @@ import torch
 from hicache_pools.group import HostPoolGroup, PoolEntry
 
 from .in_flight import Access, Granules, Place, Side, Use, page_granules
-from .indices import check_indices
+from .indices import check_form, check_range
 from .metrics import Metrics
 from .transfer_handle import Guards
 
@@ -58,10 +58,15 @@ class HostSlots:
             indices = self._group.alloc(slots)
         return indices
 
-    def check(self, entry: PoolEntry, host_indices: torch.Tensor, pages: int | None = None) -> None:
-        """Raise ValueError unless these are whole pages of the pool, as many as given, and not on their way back."""
+    def check(
+        self, entry: PoolEntry, host_indices: torch.Tensor, pages: int | None = None, *, shared: bool = False
+    ) -> None:
+        """Raise ValueError unless these are pages of the pool that somebody owns, each whole and once, and as many.
+
+        Pages of a pool that shares another's slots (``shared``) are owned in that one.
+        """
         page_size = int(entry.host_pool.page_size)
-        check_indices("host_indices", host_indices, page_size, int(entry.host_pool.size))
+        check_form("host_indices", host_indices, page_size)
         if host_indices.device.type != "cpu":
             raise ValueError(f"host_indices is on {host_indices.device}; host slots are named on cpu")
         if pages is not None and host_indices.numel() != pages * page_size:
@@ -69,14 +74,22 @@ class HostSlots:
                 f"host_indices has {host_indices.numel()} slots for {pages} keys; "
                 f"{pages * page_size} are expected, {page_size} a page"
             )
-        self.check_owned(entry, host_indices)
+        if shared:
+            _whole_pages(entry, host_indices)
+            check_range(f"host_indices of pool {entry.name!s}", host_indices, int(entry.host_pool.size))
+            return
+        try:
+            owned = entry.host_pool.owned_pages(host_indices)
+        except ValueError as error:
+            check_range("host_indices", host_indices, int(entry.host_pool.size))
+            raise ValueError(f"host_indices are not pages that are owned in pool {entry.name!s}: {error}") from None
+        self._check_not_waiting(entry, owned)
 
-    def check_owned(self, entry: PoolEntry, host_indices: torch.Tensor) -> None:
-        """Raise ValueError where slots were given back and only wait to be freed."""
+    def _check_not_waiting(self, entry: PoolEntry, pages: Granules) -> None:
+        """Raise ValueError where pages were given back and only wait to be freed."""
         waiting = self._waiting.get(str(entry.name))
         if waiting is None:
             return
-        pages = _whole_pages(entry, host_indices)
         gone = np.isin(pages, waiting)
         if gone.any():
             raise ValueError(f"host_indices has page {pages[gone][0]} of pool {entry.name!s}, which was given back")
@@ -86,7 +99,7 @@ class HostSlots:
         if not self._waiting and not self._any_in_flight():
             return int(entry.host_pool.free(host_indices))
         pages = _whole_pages(entry, host_indices)
-        self.check_owned(entry, host_indices)
+        self._check_not_waiting(entry, pages)
         busy = self._busy_pages(entry, pages)
         if not busy.any():
             return int(entry.host_pool.free(host_indices))

@@ -15,7 +15,7 @@ from .controller import HiCacheController
 from .events import Event
 from .first_error import FirstError
 from .in_flight import Access, Place, Side, Use, page_granules
-from .indices import check_indices, device_slot_count, own_indices
+from .indices import check_device_indices, check_range, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
 from .storage_tasks import PrefetchOperation, StoragePart
@@ -116,18 +116,14 @@ class HybridCacheController(HiCacheController):
             As :meth:`HiCacheController.write`, for any of the pools.
         """
         transfers = self._with_sidecars(pool_transfers, anchor_moves=device_indices.numel() > 0)
-        for transfer in transfers:
-            if transfer.device_indices is not None:
-                entry = self.host_group.get_entry(transfer.name)
-                check_indices(
-                    f"device_indices of pool {transfer.name!s}",
-                    transfer.device_indices,
-                    int(entry.host_pool.page_size),
-                    device_slot_count(entry),
-                )
-                self._device_slots.check_not_loading(entry, transfer.device_indices)
-        _own_indices_of(transfers)
-        return self._write(device_indices, node_id, ready_event, transfers)
+        with self._lock:
+            self._check_given(transfers, load=False)
+            for transfer in transfers:
+                if transfer.device_indices is not None:
+                    entry = self.host_group.get_entry(transfer.name)
+                    self._device_slots.check_not_loading(entry, transfer.device_indices)
+            _own_indices_of(transfers)
+            return self._write(device_indices, node_id, ready_event, transfers)
 
     def load(
         self,
@@ -143,11 +139,10 @@ class HybridCacheController(HiCacheController):
         ``device_alloc_fn``, or come with both.
         """
         transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
-        for transfer in transfers:
-            if transfer.host_indices is not None:
-                self._host_slots.check(self.host_group.get_entry(transfer.name), transfer.host_indices)
-        _own_indices_of(transfers)
-        return self._load(host_indices, node_id, ready_event, transfers)
+        with self._lock:
+            self._check_given(transfers, load=True)
+            _own_indices_of(transfers)
+            return self._load(host_indices, node_id, ready_event, transfers)
 
     def storage_exists(self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()) -> int:
         """Return the leading pages of which the storage of every rank has all that the pools' hit policies need.
@@ -161,6 +156,17 @@ class HybridCacheController(HiCacheController):
             where it has none.
         """
         return self.storage.exists(keys, self._with_sidecars(pool_transfers))
+
+    def storage_restorable_lengths(
+        self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()
+    ) -> list[int]:
+        """Return the length in pages of every prefix of which the storage of every rank has all that the pools need.
+
+        Lengths are in ascending order. Between two of them there may be prefixes that cannot be restored, where pages
+        of a window, or the state behind a page, are missing. Parameters are as in :meth:`storage_exists`; ranks of a
+        group have to ask with as many keys.
+        """
+        return self.storage.restorable_lengths(keys, self._with_sidecars(pool_transfers))
 
     def backup(
         self,
@@ -222,6 +228,18 @@ class HybridCacheController(HiCacheController):
                 transfers.append(spec.transfer())
         return transfers
 
+    def _check_given(self, transfers: Sequence[PoolTransfer], *, load: bool) -> None:
+        """Raise ValueError where a transfer comes with slots that its pool does not have, or that nobody owns."""
+        for transfer in transfers:
+            host, device = transfer.host_indices, transfer.device_indices
+            entry = self.host_group.get_entry(transfer.name)
+            if device is not None:
+                check_device_indices(f"device_indices of pool {transfer.name!s}", device, entry)
+            # Sides that do not fit are an error of their own; slots that are shared are checked where they are owned.
+            fits = load if device is None else host is not None and host.numel() == device.numel()
+            if host is not None and fits and transfer.indices_from_pool is None:
+                self._host_slots.check(entry, host)
+
     def _storage_parts(
         self,
         host_indices: torch.Tensor,
@@ -249,7 +267,14 @@ class HybridCacheController(HiCacheController):
                     f"transfer {transfer.name!s} has {len(names)} keys; with the hit policy all_pages it needs one for "
                     f"each of the anchor's {len(keys)} pages"
                 )
-            self._host_slots.check(self.host_group.get_entry(transfer.name), slots, len(names))
+            shares = transfer.indices_from_pool
+            if shares is not None and shares != anchor and source is None:
+                raise ValueError(
+                    f"transfer {transfer.name!s} shares the slots of {shares!s}, which has no transfer here"
+                )
+            self._host_slots.check(
+                self.host_group.get_entry(transfer.name), slots, len(names), shared=shares is not None
+            )
             stored = [name if isinstance(name, bytes) else name.encode() for name in names]
             name = str(transfer.name)
             slots = own_indices(slots)
@@ -261,6 +286,9 @@ class HybridCacheController(HiCacheController):
     def _resolve_host(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> bool:
+        if not pool_transfers:
+            return True
+
         def resolve() -> object:
             return self.host_group.resolve_host_transfers(
                 pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
@@ -274,30 +302,42 @@ class HybridCacheController(HiCacheController):
     def _resolve_device(
         self, pool_transfers: Sequence[PoolTransfer], host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> bool:
+        if not pool_transfers:
+            return True
         resolved = self.host_group.resolve_device_transfers(
             pool_transfers, primary_device_indices=device_indices, primary_host_indices=host_indices
         )
         return resolved is not None and self._checked(pool_transfers, host=False)
 
     def _checked(self, pool_transfers: Sequence[PoolTransfer], *, host: bool) -> bool:
-        """Raise, with everything released, where a transfer has one side only, or sides of two lengths."""
-        for transfer in pool_transfers:
-            sides = [
-                None if side is None else side.numel() for side in (transfer.host_indices, transfer.device_indices)
-            ]
-            if None in sides or sides[0] != sides[1]:
-                self.host_group.release_transfers(pool_transfers)
-                raise ValueError(
-                    f"transfer {transfer.name!s} has {sides[0]} host indices and {sides[1]} device indices; "
-                    f"a {'write-back' if host else 'load-back'} needs as many of both"
-                )
+        """Raise, with everything released, where a transfer has one side only, or sides that do not fit."""
+        try:
+            for transfer in pool_transfers:
+                self._check_sides(transfer, "write-back" if host else "load-back")
+        except ValueError:
+            self.host_group.release_transfers(pool_transfers)
+            raise
         return True
+
+    def _check_sides(self, transfer: PoolTransfer, what: str) -> None:
+        host, device = transfer.host_indices, transfer.device_indices
+        if host is None or device is None or host.numel() != device.numel():
+            counts = [None if side is None else side.numel() for side in (host, device)]
+            raise ValueError(
+                f"transfer {transfer.name!s} has {counts[0]} host indices and {counts[1]} device indices; "
+                f"a {what} needs as many of both"
+            )
+        if transfer.indices_from_pool is not None and host.numel():
+            # Its own pool may have fewer slots than the one that it shares them with.
+            entry = self.host_group.get_entry(transfer.name)
+            self._host_slots.check(entry, host, shared=True)
+            check_range(f"device_indices of pool {transfer.name!s}", device, device_slot_count(entry))
 
     def _transfers(self, operation: CacheOperation, *, load: bool) -> list[L2Transfer]:
         transfers = super()._transfers(operation, load=load)
         for part in operation.pool_transfers:
             if part.host_indices is None or part.device_indices is None:
-                raise ValueError(f"transfer {part.name!s} was released while it was in flight")
+                continue  # released by the engine, so that it has no slots; starting it is an error
             transfers += self._plan.transfers(
                 self.host_group.get_entry(part.name),
                 part.host_indices,

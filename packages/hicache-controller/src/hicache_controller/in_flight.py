@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.ma  # else the first np.unique imports it, a third of a second of the scheduler's thread
@@ -69,14 +69,23 @@ def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
     slots = indices.numpy().astype(np.int64, copy=page_size == 1)
     if page_size == 1:
         return slots
-    firsts = slots[::page_size]
-    # The usual case, whole pages in order, costs one comparison a slot instead of a sort.
-    if len(slots) % page_size == 0 and not (firsts % page_size).any():
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-        if not (breaks % page_size).any():
-            pages: Granules = firsts // page_size
-            return pages
-    return np.unique(slots // page_size)
+    pages = aligned_blocks(slots, page_size)
+    return np.unique(slots // page_size) if pages is None else pages
+
+
+def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Granules | None:
+    """Return the numbers of the blocks of ``size`` neighbours, each at a multiple of it, that ``slots`` consist of.
+
+    None where they consist of anything else. Costs one comparison a slot.
+    """
+    firsts = slots[::size]
+    if len(slots) % size or (firsts % size).any():
+        return None
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    if (breaks % size).any():
+        return None
+    blocks: Granules = firsts // size
+    return blocks
 
 
 @dataclass

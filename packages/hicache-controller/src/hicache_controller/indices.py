@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
+from hicache_pools.host_pools.base import HostPool
+
+from .in_flight import aligned_blocks
 
 
 def device_slot_count(entry: PoolEntry) -> int | None:
@@ -23,8 +27,8 @@ def own_indices(indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(indices.numpy().copy()) if indices.device.type == "cpu" else indices
 
 
-def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int | None) -> None:
-    """Raise ValueError unless these are whole pages in range, as far as can be told without waiting for a device."""
+def check_form(name: str, indices: torch.Tensor, page_size: int) -> None:
+    """Raise ValueError unless these are integers, and as many as whole pages have."""
     if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{name} has shape {tuple(indices.shape)} and dtype {indices.dtype}; accepted is [n] of int64 or int32"
@@ -32,9 +36,45 @@ def check_indices(name: str, indices: torch.Tensor, page_size: int, slots: int |
     count = indices.numel()
     if not count or count % page_size:
         raise ValueError(f"{name} has {count} slots; accepted is a positive multiple of the page size {page_size}")
-    if indices.device.type == "cpu":
-        # numpy: the call is short, and torch would wake a thread pool for it.
-        slots_array = indices.numpy()
-        low, high = int(slots_array.min()), int(slots_array.max())
-        if low < 0 or (slots is not None and high >= slots):
-            raise ValueError(f"{name} runs from {low} to {high}; accepted is 0..{'' if slots is None else slots - 1}")
+
+
+def check_range(name: str, indices: torch.Tensor, slots: int | None) -> None:
+    """Raise ValueError where indices on the CPU are out of range; others are not read."""
+    if indices.device.type != "cpu":
+        return
+    # numpy: the call is short, and torch would wake a thread pool for it.
+    array = indices.numpy()
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or (slots is not None and high >= slots):
+        raise ValueError(f"{name} runs from {low} to {high}; accepted is 0..{'' if slots is None else slots - 1}")
+
+
+def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> None:
+    """Raise ValueError unless these are device slots of a pool, each once, as far as can be told without waiting.
+
+    The slots of a page may lie anywhere on the device, except that those of one row are neighbours.
+    """
+    page_size = int(entry.host_pool.page_size)
+    check_form(name, indices, page_size)
+    if indices.device.type != "cpu":
+        return
+    check_range(name, indices, device_slot_count(entry))
+    slots = indices.numpy()
+    blocks = aligned_blocks(slots, page_size)
+    numbers, size = (slots, 1) if blocks is None else (blocks, page_size)
+    if not (numbers[1:] > numbers[:-1]).all():
+        ordered = np.sort(numbers)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise ValueError(f"{name} has slot {ordered[np.argmax(twice)] * size} twice; accepted is each slot once")
+    row = _slots_a_row(entry)
+    if blocks is None and aligned_blocks(slots, row) is None:
+        raise ValueError(f"{name} are not whole rows; accepted are {row} neighbours each, the first a multiple of that")
+
+
+def _slots_a_row(entry: PoolEntry) -> int:
+    """Slots that share a device row; 1 where that is not known, or only behind a translation."""
+    host, device = entry.host_pool, entry.device_pool
+    if not isinstance(host, HostPool) or (isinstance(device, DevicePool) and device.index_translation is not None):
+        return 1
+    return host.geometry.page_size // host.geometry.rows_per_page

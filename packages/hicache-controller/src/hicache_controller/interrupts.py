@@ -30,7 +30,8 @@ def interrupts_held_back() -> Iterator[None]:
     """Let the handlers of SIGINT and SIGTERM run when the block is left, not within it; see :func:`interruptibly`.
 
     A handler that raises, as Ctrl-C's does, may do so between any two steps of Python. Only the main thread runs
-    handlers, so in others this does nothing; nor does it where a signal has no handler in Python.
+    handlers, so in others this does nothing; nor does it where a signal has no handler in Python. A handler that is
+    installed within the block, such as by a callback of the engine, stays, and is not held back.
     """
     global _held
     if _held is not None or threading.current_thread() is not threading.main_thread():
@@ -54,7 +55,8 @@ def interrupts_held_back() -> Iterator[None]:
     finally:
         _held = None
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
         _handle(arrived)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .events import COMPLETED, Event, HostSignal, Signal, StreamSignal, is_queued, wait_until_done
+from .forks import refuse_in_forks
 
 logger = logging.getLogger(__name__)
 
@@ -325,6 +326,7 @@ class ThreadLane:
     """
 
     def __init__(self, device: Device, name: str) -> None:
+        refuse_in_forks(self)
         self._device = device
         self._jobs: deque[tuple[Job, tuple[Event, ...]]] = deque()
         self._changed = threading.Condition()
@@ -428,6 +430,7 @@ class LanePair:
     """
 
     def __init__(self, device: torch.device, *, synchronous: bool) -> None:
+        refuse_in_forks(self)
         self.device_to_host_device: Device
         self.host_to_device_device: Device
         self.device_to_host: Lane

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from .events import Event
+from .forks import refuse_in_forks
 
 NOTHING_TO_WAIT_FOR = -1
 """Consumer id of a start_loading that had nothing to load."""
@@ -27,6 +28,7 @@ class LayerDoneCounter:
     """
 
     def __init__(self, layers: int) -> None:
+        refuse_in_forks(self)
         self.layers = layers
         self._lock = threading.Lock()
         self._next = 0

@@ -89,7 +89,7 @@ class OperationOrder:
 
     def check_source(self, queue: OperationQueue, operation: CacheOperation, **reads: Access) -> None:
         """Raise where what an operation reads was to be brought by one that has failed."""
-        if queue.failed():
+        if any(queue.failed()):
             error = self.failed_source(queue, self._uses_of(operation, **reads))
             if error is not None:
                 raise error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .agreement import Agreement
 from .events import COMPLETED
@@ -13,21 +13,23 @@ from .first_error import FirstError
 from .in_flight import InFlight, Use
 from .interrupts import interruptibly, interrupts_held_back
 from .operations import Ack, CacheOperation, OperationCancelledError
-from .transfer_handle import TransferHandle
+from .transfer_handle import L2Transfer, TransferHandle
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class StartedOperation:
-    """An operation, merged where several were queued, that was submitted.
+    """Operations that were started together, merged where there are several.
 
     Attributes
     ----------
-    operation
-        What moves.
+    parts
+        The operations, those that were refused included.
+    refused
+        Why some were not submitted with the others.
     handle
-        Its transfer; None where submitting failed.
+        The transfer of the others; None where there are none, or submitting them failed.
     submit_error
         Why it did.
     consumer
@@ -36,16 +38,12 @@ class StartedOperation:
         Whether parts of it were cancelled.
     """
 
-    operation: CacheOperation
-    handle: TransferHandle | None
+    parts: tuple[CacheOperation, ...]
+    refused: dict[CacheOperation, BaseException] = field(default_factory=dict)
+    handle: TransferHandle | None = None
     submit_error: BaseException | None = None
     consumer: int = -1
     cut: bool = False
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why it failed or was cancelled on this rank; None so far otherwise."""
-        return self.submit_error if self.handle is None else self.handle.error
 
     @property
     def done(self) -> bool:
@@ -58,14 +56,32 @@ class StartedOperation:
             self.handle.host_ready.synchronize()
             self.handle.device_released.synchronize()
 
-    def error(self) -> BaseException | None:
-        """Why it failed; final once :attr:`done`. An operation all of which was cancelled has not failed."""
-        error = self.failure
-        cancelled = all(part.cancelled for part in self.operation.parts)
-        return None if cancelled and isinstance(error, OperationCancelledError) else error
+    def failures(self) -> list[tuple[CacheOperation, BaseException]]:
+        """Return the parts that have failed or were cancelled on this rank so far, and why."""
+        if not self.refused and self.handle is not None and not self.handle.has_failed:
+            return []
+        found = list(self.refused.items())
+        submitted = [part for part in self.parts if part not in self.refused]
+        for number, part in enumerate(submitted):
+            error = self.submit_error if self.handle is None else self.handle.part_error(number)
+            if error is not None:
+                found.append((part, error))
+        return found
 
-    def ack(self, node_ids: tuple[int, ...], error: BaseException | None) -> Ack:
-        """Make its ack."""
+    def errors(self) -> dict[CacheOperation, BaseException]:
+        """Return why parts failed; final once :attr:`done`. Where all were cancelled, that is no failure."""
+        failures = self.failures()
+        if failures and all(part.cancelled for part in self.parts):
+            failures = [each for each in failures if not isinstance(each[1], OperationCancelledError)]
+        return dict(failures)
+
+    def error(self) -> BaseException | None:
+        """Why some of it failed."""
+        return next(iter(self.errors().values()), None)
+
+    def ack(self, parts: Iterable[CacheOperation], error: BaseException | None) -> Ack:
+        """Make the ack of some parts."""
+        node_ids = tuple(node_id for part in parts for node_id in part.node_ids)
         if self.handle is None:
             return Ack(node_ids, COMPLETED, COMPLETED, error)
         return Ack(node_ids, self.handle.device_released, self.handle.host_ready, error)
@@ -76,15 +92,18 @@ class OperationQueue:
 
     Parameters
     ----------
+    prepare
+        Makes the transfers of one operation, or raises why it cannot be started.
     submit
-        Starts a merged operation.
+        Starts an operation, merged where the transfers are those of several.
     give_back
         Returns the slots that were taken for an operation that failed or was cancelled.
     finished
         Called for each operation that is taken out, with its error on any rank, once its slots are not in flight any
         more.
     agreement
-        Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one.
+        Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one. What was
+        merged fails one by one, unless the ranks have merged unequal numbers of operations: then all of it does.
     log_failure
         Logs why an operation could not be submitted; one that fails later logs that itself.
 
@@ -93,12 +112,14 @@ class OperationQueue:
 
     def __init__(
         self,
-        submit: Callable[[CacheOperation], TransferHandle],
+        prepare: Callable[[CacheOperation], list[L2Transfer]],
+        submit: Callable[[CacheOperation, Sequence[list[L2Transfer]]], TransferHandle],
         give_back: Callable[[CacheOperation], None],
         finished: Callable[[StartedOperation, BaseException | None], None],
         agreement: Agreement,
         log_failure: Callable[[BaseException], None],
     ) -> None:
+        self._prepare = prepare
         self._submit = submit
         self._give_back = give_back
         self._finished = finished
@@ -137,26 +158,32 @@ class OperationQueue:
         """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
         if not self.waiting:
             return None
-        operation = CacheOperation.merge_ops(self.waiting)
-        for part in self.waiting:
+        started = StartedOperation(tuple(self.waiting))
+        for part in started.parts:
             self._forget_uses(part)
         self.waiting.clear()
-        started = StartedOperation(operation, None)
         # Whatever interrupts the submission, its slots go back by way of its ack.
         self.started.append(started)
+        transfers: dict[CacheOperation, list[L2Transfer]] = {}
+        for part in started.parts:
+            try:
+                transfers[part] = self._prepare(part)
+            except Exception as error:
+                started.refused[part] = error
+                self._log_failure(error)
         try:
-            started.handle = self._submit(operation)
+            if transfers:
+                started.handle = self._submit(CacheOperation.merge_ops(list(transfers)), list(transfers.values()))
         except BaseException as error:
             started.submit_error = error
             self._log_failure(error)
             if not isinstance(error, Exception):
                 raise
         logger.debug(
-            "started operation=%d nodes=%s slots=%d pools=%d",
-            operation.id,
-            operation.node_ids,
-            operation.host_indices.numel(),
-            len(operation.pool_transfers) + 1,
+            "started nodes=%s slots=%d refused=%d",
+            [part.node_ids for part in started.parts],
+            sum(part.host_indices.numel() for part in started.parts),
+            len(started.refused),
         )
         return started
 
@@ -172,9 +199,9 @@ class OperationQueue:
                 if wait and not self._acks:
                     interruptibly(self.started[0].wait)
                 known, taken = len(self._acks), self._outcomes()
-                for started, error in taken:
+                for started, failed in taken:
                     with errors.kept():
-                        self._finish(started, error)
+                        self._finish(started, failed)
                 if not wait or not taken or len(self._acks) > known:
                     break
 
@@ -187,14 +214,16 @@ class OperationQueue:
         """Yield operations that are done and whose slots the next poll may give back."""
         for started in self.started:
             # An error is there before its operation is done, so what is done without one has not failed on this rank.
-            lost = self._agreement.needed or started.failure is not None
-            if (lost or started.cut) and started.done:
-                yield from (part for part in started.operation.parts if lost or part.cancelled)
+            failed = {part for part, _ in started.failures()}
+            if (self._agreement.needed or failed or started.cut) and started.done:
+                for part in started.parts:
+                    if self._agreement.needed or part.cancelled or part in failed:
+                        yield part
 
-    def failed(self) -> list[tuple[CacheOperation, BaseException]]:
-        """Operations that have failed, and of which no poll has told yet, with their errors."""
-        failures = ((started.operation, started.failure) for started in self.started)
-        return [(operation, error) for operation, error in failures if error is not None]
+    def failed(self) -> Iterator[tuple[CacheOperation, BaseException]]:
+        """Yield operations that have failed, and of which no poll has told yet, with their errors."""
+        for started in self.started:
+            yield from started.failures()
 
     def keep_acks(self) -> None:
         """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
@@ -202,7 +231,7 @@ class OperationQueue:
             while self.started and self.started[0].done:
                 started = self.started.popleft()
                 with errors.kept():
-                    self._finish(started, started.error())
+                    self._finish(started, started.errors())
 
     def cancel(self, node_id: int) -> bool:
         """Cancel a node's operations; tell whether there were any. Slots of started ones go back when they are done."""
@@ -211,10 +240,10 @@ class OperationQueue:
             self._withdraw(operation)
             found = True
         for started in self.started:
-            for part in started.operation.parts:
+            for part in started.parts:
                 if node_id in part.node_ids and not part.cancelled:
                     part.cancelled = started.cut = found = True
-            if started.handle is not None and all(part.cancelled for part in started.operation.parts):
+            if started.handle is not None and all(part.cancelled for part in started.parts):
                 started.handle.cancel()
         return found
 
@@ -229,7 +258,7 @@ class OperationQueue:
         """Cancel everything that was started."""
         for started in self.started:
             started.cut = True
-            for part in started.operation.parts:
+            for part in started.parts:
                 part.cancelled = True
             if started.handle is not None:
                 started.handle.cancel()
@@ -243,33 +272,58 @@ class OperationQueue:
         self._forget_uses(operation)
         self._give_back(operation)
 
-    def _outcomes(self) -> list[tuple[StartedOperation, BaseException | None]]:
-        """Take out what is done on every rank, with an error where it failed on one."""
+    def _outcomes(self) -> list[tuple[StartedOperation, dict[CacheOperation, BaseException]]]:
+        """Take out what is done on every rank, with the errors of the parts that failed on one."""
         done = 0
         while done < len(self.started) and self.started[done].done:
             done += 1
-        if not self._agreement.needed:
-            taken = [self.started.popleft() for _ in range(done)]
-            return [(started, started.error()) for started in taken]
-        done = self._agreement.smallest([done])[0]
+        if self._agreement.needed:
+            done = self._agreement.smallest([done])[0]
         taken = [self.started.popleft() for _ in range(done)]
-        fine = self._agreement.smallest([int(started.error() is None) for started in taken]) if taken else []
-        return [
-            (started, started.error() or (None if ok else RuntimeError("the transfer failed on another rank")))
-            for started, ok in zip(taken, fine, strict=True)
-        ]
+        outcomes = [(started, started.errors()) for started in taken]
+        if self._agreement.needed and taken:
+            fine = self._agreement.smallest([int(not errors) for _, errors in outcomes])
+            self._agree_on_parts([outcome for outcome, ok in zip(outcomes, fine, strict=True) if not ok])
+        return outcomes
 
-    def _finish(self, started: StartedOperation, error: BaseException | None) -> None:
-        """Let the slots go where they have to, and keep the ack unless all of it was cancelled."""
-        parts: Sequence[CacheOperation] = started.operation.parts
-        kept = [part for part in parts if not part.cancelled]
-        if kept:
-            self._acks.append(started.ack(tuple(node_id for part in kept for node_id in part.node_ids), error))
-        logger.debug("finished operation=%d nodes=%s error=%r", started.operation.id, started.operation.node_ids, error)
-        with FirstError() as errors:
-            with errors.kept():
-                self._finished(started, error)
-            for part in parts:
-                if error is not None or part.cancelled:
-                    with errors.kept():
+    def _agree_on_parts(self, failed: Sequence[tuple[StartedOperation, dict[CacheOperation, BaseException]]]) -> None:
+        """Add the errors of other ranks to operations that have failed somewhere."""
+        if not failed:
+            return
+        sizes = [len(started.parts) for started, _ in failed]
+        # The least and, as negatives, the most parts on any rank.
+        least_most = self._agreement.smallest([*sizes, *(-size for size in sizes)])
+        same = [size == least == -most for size, least, most in zip(sizes, *_halves(least_most), strict=True)]
+        flags = [
+            int(part not in errors)
+            for (started, errors), comparable in zip(failed, same, strict=True)
+            if comparable
+            for part in started.parts
+        ]
+        agreed = iter(self._agreement.smallest(flags) if flags else [])
+        for (started, errors), comparable in zip(failed, same, strict=True):
+            elsewhere = RuntimeError("the transfer failed on another rank")
+            for part in started.parts:
+                if not (comparable and next(agreed)):
+                    errors.setdefault(part, elsewhere)
+
+    def _finish(self, started: StartedOperation, errors: dict[CacheOperation, BaseException]) -> None:
+        """Let the slots go where they have to, and keep acks, one for each outcome, unless all was cancelled."""
+        by_outcome: dict[int, list[CacheOperation]] = {}
+        for part in started.parts:
+            if not part.cancelled:
+                by_outcome.setdefault(id(errors.get(part)), []).append(part)
+        self._acks += [started.ack(parts, errors.get(parts[0])) for parts in by_outcome.values()]
+        logger.debug("finished nodes=%s errors=%s", [part.node_ids for part in started.parts], list(errors.values()))
+        with FirstError() as raised:
+            with raised.kept():
+                self._finished(started, next(iter(errors.values()), None))
+            for part in started.parts:
+                if part in errors or part.cancelled:
+                    with raised.kept():
                         self._give_back(part)
+
+
+def _halves(values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    middle = len(values) // 2
+    return values[:middle], values[middle:]

@@ -103,6 +103,12 @@ class CacheOperation:
         if not self.parts:
             self.parts = (self,)
 
+    def check_resolved(self) -> None:
+        """Raise ValueError where somebody has released a transfer of a further pool since the operation was queued."""
+        for transfer in self.pool_transfers:
+            if transfer.host_indices is None or transfer.device_indices is None:
+                raise ValueError(f"transfer {transfer.name!s} was released while it was in flight")
+
     @staticmethod
     def merge_ops(operations: Sequence[CacheOperation]) -> CacheOperation:
         """Join operations into one that moves all their slots, pool by pool, in their order.

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console, Group
 from rich.table import Column, Table
 
 from hicache_kernels import Direction, HostLayout
 from hicache_kernels.cli import show_info
+from hicache_kernels.command_line import printable
 from hicache_kernels.info import kernels_info
 from hicache_pools import HostPool
 
 from .replay.model import sample_group
-from .replay.plans import Geometry, model_pools
+from .replay.plans import PoolPlan
 
 if TYPE_CHECKING:
     from .replay import Replay, ReplayOptions, ReplayReport
@@ -27,29 +29,24 @@ _TIERS = ("L1 device", "L2 host", "L3 storage", "miss")
 _COLOURS = ("#1b7837", "#7fbf7b", "#d9f0d3", "#af8dc3")
 
 
-def default_device() -> str:
-    """``cuda`` where torch finds a CUDA or ROCm device, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 _OPERATION_BYTES = 512 << 20
 
 
-def show_information(console: Console, *, device: str, pool: str, layers: int, row_bytes: int, page_size: int) -> None:
+def show_information(console: Console, plans: Sequence[PoolPlan], options: ReplayOptions) -> None:
     """Print versions, devices, compilers and the build cache, and the path each transfer of a model's pools would take.
 
-    Raises
-    ------
-    ValueError
-        Naming the argument that does not make a pool.
+    Parameters
+    ----------
+    console
+        Where to print.
+    plans
+        The model's pools.
+    options
+        What they were planned from.
     """
-    for name, value in (("layers", layers), ("row_bytes", row_bytes), ("page_size", page_size)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-    plans = model_pools(pool, Geometry(layers, row_bytes, page_size, window_tokens=page_size))
     rows: list[tuple[str, tuple[str, ...]]] = []
     for layout in HostLayout:
-        group = sample_group(plans, page_size, device, layout)
+        group = sample_group(plans, options.page_size, options.device, layout)
         try:
             for entry in group.entries:
                 # Neither an anchor without bytes nor states, which are never layer_first, have a row here.
@@ -57,7 +54,10 @@ def show_information(console: Console, *, device: str, pool: str, layers: int, r
                     rows += [(str(entry.name), (layout.value, *row)) for row in _paths(entry.host_pool)]
         finally:
             group.destroy()
-    title = f"{pool} pool on {device}: {layers} layers, rows of {row_bytes} bytes, pages of {page_size} tokens"
+    title = (
+        f"{options.pool} pool on {options.device}: {options.layers} layers, rows of {options.row_bytes} bytes, "
+        f"pages of {options.page_size} tokens"
+    )
     several = len({name for name, _ in rows}) > 1
     columns = ("layout", "transfer", "host pages", "path", Column("why", overflow="fold"))
     table = Table(*(("pool", *columns) if several else columns), title=title)
@@ -89,7 +89,7 @@ def _size(count: float) -> str:
 def setup_line(running: Replay, trace: Path | None) -> str:
     """One line on what is replayed and which path the bytes take."""
     options = running.options
-    source = str(trace) if trace is not None else "a generated trace"
+    source = printable(str(trace)) if trace is not None else "a generated trace"
     line = (
         f"{len(running.requests)} requests of {source}; {options.pool} pool on {options.device}, "
         f"L1 {options.l1_pages} and L2 {options.l2_pages} pages of {options.page_size} tokens"
@@ -156,20 +156,16 @@ def as_json(report: ReplayReport, options: ReplayOptions) -> dict[str, Any]:
 
 def plot(report: ReplayReport, options: ReplayOptions, path: Path) -> None:
     """Draw the share of blocks from each tier over the replay, and the bytes each path moved."""
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    history = np.array(report.history, dtype=np.float64)
-    bins = min(len(history), 120)
-    edges = np.linspace(0, len(history), bins + 1).astype(int)
-    sums = np.add.reduceat(history, edges[:-1], axis=0)
-    share = 100 * sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 1.2), layout="constrained")
-    left.stackplot(edges[:-1], share.T, labels=_TIERS, colors=_COLOURS, step="post")
-    left.set(xlabel="request", ylabel="percent of blocks", ylim=(0, 100), xlim=(0, max(edges[-2], 1)))
+    edges, share = _shares(report.history)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 1.2))
+    # The last step needs its height at its right edge too, or it is not drawn.
+    left.stackplot(edges, np.vstack([share, share[-1:]]).T, labels=_TIERS, colors=_COLOURS, step="post")
+    left.set(xlabel="request", ylabel="percent of blocks", ylim=(0, 100), xlim=(0, edges[-1]))
     left.set_title(
         f"{report.hits:,} of {report.blocks:,} blocks hit; L1 {options.l1_pages:,}, L2 {options.l2_pages:,} pages"
     )
@@ -179,4 +175,11 @@ def plot(report: ReplayReport, options: ReplayOptions, path: Path) -> None:
     right.invert_yaxis()
     right.set(xlabel="GB moved")
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+
+
+def _shares(history: Sequence[tuple[int, int, int, int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Cut a replay into at most 120 ranges of requests: their edges, and percent of blocks by tier in each."""
+    counts = np.array(history, dtype=np.float64)
+    edges = np.linspace(0, len(counts), min(len(counts), 120) + 1).astype(np.int64)
+    sums = np.add.reduceat(counts, edges[:-1], axis=0)
+    return edges, 100 * sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)

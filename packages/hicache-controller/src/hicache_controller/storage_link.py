@@ -292,14 +292,20 @@ class StorageLink:
 
     def exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = ()) -> int:
         """Return the leading pages of which storage has all that the pools need, on every rank."""
-        return self._agreement.smallest([self._exists(keys, transfers)])[0]
+        return self._agreement.smallest([max(self._lengths(keys, transfers), default=0)])[0]
 
-    def _exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> int:
+    def restorable_lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = ()) -> list[int]:
+        """Return every number of leading pages of which storage has all that the pools need, on every rank."""
+        found = set(self._lengths(keys, transfers))
+        agreed = self._agreement.smallest([int(length in found) for length in range(1, len(keys) + 1)])
+        return [length for length, everywhere in enumerate(agreed, 1) if everywhere]
+
+    def _lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> Sequence[int]:
         attached = self._attached
         if attached is None or not keys:
-            return 0
+            return ()
         with self.one_call() as bound:
-            return attached.lookup.exists(keys, transfers, bound)
+            return attached.lookup.lengths(keys, transfers, bound)
 
     # Backup
 

@@ -1,4 +1,4 @@
-"""StorageLookup: asks a storage how many pages it has, for callers that cannot wait for one that is slow."""
+"""StorageLookup: asks a storage which prefixes it has, for callers that cannot wait for one that is slow."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Lookup(StorageTask):
-    """A question to storage: how many leading keys it has."""
+    """A question to storage: which prefixes of some keys it can restore, in pages."""
 
     def __init__(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]) -> None:
         super().__init__((), ())
         self.keys = keys
         self.transfers = transfers
-        self.found = 0
+        self.found: Sequence[int] = ()
 
 
 class StorageLookup:
@@ -69,26 +69,26 @@ class StorageLookup:
         self._overdue: _Lookup | None = None
         self._in_vain = 0.0
 
-    def exists(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], bound: WaitBound) -> int:
-        """Return the leading pages of which storage has all that the pools need; 0 where it does not say in time."""
+    def lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], bound: WaitBound) -> Sequence[int]:
+        """Return every number of leading pages of which storage has all that the pools need; none if it is too slow."""
         patience = bound.left()
         if patience <= self._in_vain and (self._pause.active or self._is_out(0)):
-            return 0
+            return ()
         if self._is_out(patience):
             self._in_vain = patience
-            return 0
+            return ()
         lookup = _Lookup(keys, transfers)
         if not self.thread.submit(lookup, timeout=0):
-            return 0
+            return ()
         if not lookup.host_ready.synchronize(bound.left()):
             self._note_overdue(lookup, patience)
-            return 0
+            return ()
         self._pause.succeeded()
         self._overdue, self._in_vain = None, 0.0
         if lookup.error is not None:
             self._metrics.count("storage_errors", operation="exists")
-            return 0
-        return min(lookup.found, len(keys))
+            return ()
+        return lookup.found
 
     def _is_out(self, patience: float) -> bool:
         """Tell whether a lookup that took too long is still not answered, after waiting for it."""
@@ -107,7 +107,7 @@ class StorageLookup:
 
     def _look_up(self, task: _Lookup) -> None:
         if not task.transfers:
-            task.found = self._backend.batch_exists(task.keys)
+            task.found = range(1, min(self._backend.batch_exists(task.keys), len(task.keys)) + 1)
         elif isinstance(self._backend, HiCacheStorage):
             # A generic backend knows no hit policies, so with further pools it has no hits.
-            task.found = self._backend.batch_exists_pools(task.keys, task.transfers)
+            task.found = self._backend.restorable_lengths(task.keys, task.transfers)

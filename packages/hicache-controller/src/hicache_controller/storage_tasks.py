@@ -15,7 +15,7 @@ from .agreement import Agreement
 from .events import Event, HostSignal
 from .in_flight import InFlight, Use
 from .operations import StorageAck
-from .transfer_handle import InFlightOperation, TransferHandle
+from .transfer_handle import InFlightOperation, Source
 
 
 class StoragePart(NamedTuple):
@@ -83,7 +83,7 @@ class StorageTask(InFlightOperation):
         self,
         parts: Sequence[StoragePart],
         after: Sequence[Event],
-        sources: Sequence[TransferHandle] = (),
+        sources: Sequence[Source] = (),
         uses: Sequence[Use] = (),
     ) -> None:
         super().__init__(sources)
@@ -166,7 +166,7 @@ class BackupOperation(StorageTask):
         parts: Sequence[StoragePart],
         node_id: int,
         after: Sequence[Event] = (),
-        sources: Sequence[TransferHandle] = (),
+        sources: Sequence[Source] = (),
         uses: Sequence[Use] = (),
     ) -> None:
         super().__init__(parts, after, sources, uses)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from .events import Event, wait_until_done
 from .interrupts import interruptibly, interrupts_held_back
 from .metrics import Metrics
 from .operations import OperationCancelledError
+from .policies import PrefetchPolicy as PrefetchPolicy
 from .storage.base import HiCacheStorage
 from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask
 
@@ -31,17 +31,6 @@ PageGet = Callable[[Sequence[bytes], torch.Tensor, str], list[bool]]
 
 PageSet = Callable[[Sequence[bytes], torch.Tensor, Sequence[bytes | None] | None, str], list[bool]]
 """``page_set(keys, host_indices, parents, pool_name)`` stores host pages; tells for each key whether it is stored."""
-
-
-class PrefetchPolicy(StrEnum):
-    """How long a request waits for its pages to come from storage, before its scheduler lets it run."""
-
-    BEST_EFFORT = "best_effort"
-    """Not at all: what is there when the request is scheduled counts."""
-    WAIT_COMPLETE = "wait_complete"
-    """Until the prefetch is over, or no page has come within the storage timeout."""
-    TIMEOUT = "timeout"
-    """Until it is over or its time is, which grows with its pages."""
 
 
 class GenericStorage(Protocol):

@@ -13,8 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from hicache_kernels.command_line import numbered_lines
+
 BLOCK_TOKENS = 512
 """Tokens a hash id of a trace stands for."""
+
+_MOST_TURNS = 10**7
+"""Of a trace that is made, earlier turns counted again in every request that has them."""
 
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
@@ -48,7 +53,7 @@ class TraceRequest(NamedTuple):
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def parse_request(text: str) -> TraceRequest:
@@ -75,9 +80,9 @@ def parse_request(text: str) -> TraceRequest:
         if isinstance(value, float) and value.is_integer():
             value = record[field] = int(value)
         if not _is_count(value):
-            raise ValueError(f"{field} is {value!r}; a whole number of at least 0 is expected")
+            raise ValueError(f"{field} is {value!r}; a whole number from 0 to 2**63 - 1 is expected")
     ids = record["hash_ids"]
-    if not isinstance(ids, list) or not all(_is_count(i) and i < 1 << 63 for i in ids):
+    if not isinstance(ids, list) or not all(map(_is_count, ids)):
         raise ValueError("hash_ids is not a list of whole numbers from 0 to 2**63 - 1")
     expected = -(-record["input_length"] // BLOCK_TOKENS)
     if len(ids) != expected:
@@ -98,24 +103,29 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     OSError
         Where the file cannot be read.
     """
-    if path.exists() and not (path.is_file() or path.is_fifo()):
-        raise TraceError(f"{path}: not a file")
     requests: list[TraceRequest] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+    try:
+        for number, line in numbered_lines(path):
             if limit is not None and len(requests) >= limit:
                 break
-            if not line.strip():
-                continue
-            try:
-                requests.append(parse_request(line.decode("utf-8")))
-            except UnicodeDecodeError:
-                raise TraceError(f"{path}, line {number}: not UTF-8") from None
-            except ValueError as error:
-                raise TraceError(f"{path}, line {number}: {error}") from None
+            if line.strip():
+                requests.append(_request(line, path, number))
+    except TraceError:
+        raise
+    except ValueError as error:
+        raise TraceError(str(error)) from None
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     return requests
+
+
+def _request(line: bytes, path: Path, number: int) -> TraceRequest:
+    try:
+        return parse_request(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}, line {number}: not UTF-8") from None
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number}: {error}") from None
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
@@ -145,12 +155,22 @@ def make_trace(
         Mean number of turns of a conversation.
     mean_turn_tokens
         Mean length of a user message in tokens.
+
+    Raises
+    ------
+    ValueError
+        Naming the number that is out of range.
     """
-    for name, value in (("requests", requests), ("system_prompts", system_prompts), ("turns", turns)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-    if mean_turn_tokens <= 0:
-        raise ValueError(f"mean_turn_tokens is {mean_turn_tokens}; it must be positive")
+    for name, value, largest in (
+        ("requests", requests, _MOST_TURNS),
+        ("system_prompts", system_prompts, 10**5),
+        ("turns", turns, 10**4),
+        ("mean_turn_tokens", mean_turn_tokens, 10**5),
+    ):
+        if not 0 < value <= largest:
+            raise ValueError(f"{name} is {value}; accepted is 1 to {largest}")
+    if requests * turns > _MOST_TURNS:
+        raise ValueError(f"requests is {requests} and turns {turns}; accepted is a product of at most {_MOST_TURNS}")
     return list(_chats(requests, random.Random(seed), system_prompts, turns, mean_turn_tokens))
 
 

@@ -16,9 +16,10 @@ from .agreement import Agreement
 from .device_slots import DeviceSlots
 from .events import COMPLETED, Event
 from .first_error import FirstError
+from .forks import refuse_in_forks
 from .host_slots import HostSlots
 from .in_flight import Access, Side, Use
-from .indices import check_indices, device_slot_count, own_indices
+from .indices import check_device_indices, own_indices
 from .interrupts import interrupts_held_back
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import LayerPlan, layer_plan
@@ -51,6 +52,7 @@ class TransferController:
         metrics: Metrics | None,
         guards: Guards | None,
     ) -> None:
+        refuse_in_forks(self)
         self.mem_pool_host = self.host_group = host_group
         self.metrics = metrics if metrics is not None else Metrics()
         self.io_backend = io_backend
@@ -69,6 +71,7 @@ class TransferController:
         self._lock = threading.RLock()
         failures = self.engine.failures
         self._writes = OperationQueue(
+            self._prepare_write,
             self._submit_write,
             self._give_back_write,
             self._finished,
@@ -76,6 +79,7 @@ class TransferController:
             lambda error: failures.note(Direction.DEVICE_TO_HOST.words, error),
         )
         self._loads = OperationQueue(
+            self._prepare_load,
             self._submit_load,
             self._give_back_load,
             self._finished,
@@ -159,7 +163,7 @@ class TransferController:
         Raises
         ------
         ValueError
-            If the indices are no whole pages, or out of range.
+            If the indices are not of whole pages, are out of range, or have a slot twice.
         RuntimeError
             If the controller is closed, or the slots are those of a load that has not been started.
         """
@@ -178,7 +182,9 @@ class TransferController:
         # Ctrl-C between two steps would leave slots in no book, or copies on a stream without their handle.
         with self._lock, interrupts_held_back():
             started = self._writes.start()
-            return None if started is None else started.ack(started.operation.node_ids, started.submit_error)
+            if started is None:
+                return None
+            return started.ack(started.parts, started.error() if started.handle is None else None)
 
     def poll_writes(self, wait: bool = False) -> list[Ack]:
         """Return the acks of the writes that are done, in the order they were started.
@@ -222,7 +228,7 @@ class TransferController:
         Raises
         ------
         ValueError
-            If the indices are no whole pages of the host pool, or were given back.
+            If the indices are not whole pages of the host pool, each once, or were given back or never allocated.
         RuntimeError
             If the controller is closed.
         """
@@ -400,7 +406,7 @@ class TransferController:
         anchor = self.host_group.anchor_entry
         # Further pools can move without the anchor, whose indices are then empty.
         if device_indices.numel() or not pool_transfers:
-            check_indices("device_indices", device_indices, self.page_size, device_slot_count(anchor))
+            check_device_indices("device_indices", device_indices, anchor)
         device_indices = own_indices(device_indices)
         event = ready_event if ready_event is not None else self.engine.submission_event()
         with self._lock:
@@ -439,10 +445,10 @@ class TransferController:
     ) -> torch.Tensor | None:
         self._check_open()
         anchor_moves = host_indices.numel() > 0 or not pool_transfers
-        if anchor_moves:
-            self._host_slots.check(self.host_group.anchor_entry, host_indices)
-        host_indices = own_indices(host_indices)
         with self._lock:
+            if anchor_moves:
+                self._host_slots.check(self.host_group.anchor_entry, host_indices)
+            host_indices = own_indices(host_indices)
             device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
             if device_indices is None:
                 return None
@@ -500,16 +506,33 @@ class TransferController:
         """Say what an operation does on the sides that are given."""
         return _uses_of(self._transfers(operation, load=False), device=device, host=host)
 
-    def _submit_write(self, operation: CacheOperation) -> TransferHandle:
+    def _prepare_write(self, operation: CacheOperation) -> list[L2Transfer]:
+        operation.check_resolved()
         transfers = self._transfers(operation, load=False)
         self._order.check_source(self._loads, operation, device=Access.READ)
-        return self.engine.submit_device_to_host(transfers, ready_events=operation.ready_events)
+        return transfers
 
-    def _submit_load(self, operation: CacheOperation) -> TransferHandle:
+    def _prepare_load(self, operation: CacheOperation) -> list[L2Transfer]:
+        operation.check_resolved()
         transfers = self._transfers(operation, load=True)
         self._order.check_source(self._writes, operation, host=Access.READ)
+        return transfers
+
+    def _submit_write(self, operation: CacheOperation, parts: Sequence[list[L2Transfer]]) -> TransferHandle:
+        merged = len(parts) > 1
+        return self.engine.submit_device_to_host(
+            self._transfers(operation, load=False) if merged else parts[0],
+            parts=parts if merged else (),
+            ready_events=operation.ready_events,
+        )
+
+    def _submit_load(self, operation: CacheOperation, parts: Sequence[list[L2Transfer]]) -> TransferHandle:
+        merged = len(parts) > 1
         return self.engine.submit_host_to_device(
-            transfers, layers=self._plan.layers, ready_events=operation.ready_events
+            self._transfers(operation, load=True) if merged else parts[0],
+            parts=parts if merged else (),
+            layers=self._plan.layers,
+            ready_events=operation.ready_events,
         )
 
     def _finished(self, started: StartedOperation, error: BaseException | None) -> None:

@@ -10,18 +10,19 @@ import torch
 
 from .events import Event, wait_until_done
 from .failure_log import FailureLog
+from .forks import refuse_in_forks
 from .in_flight import Access, Granules, InFlight, Place, Side, Use
 from .interrupts import interrupts_held_back
 from .lanes import LanePair
 from .metrics import Metrics
-from .transfer_handle import Direction, Guards, L2Transfer, TransferHandle
+from .transfer_handle import Direction, Guards, L2Transfer, Source, TransferHandle
 
 
 class Predecessors(NamedTuple):
     """What an operation has to follow: events, and transfers in flight that bring the bytes it reads."""
 
     events: list[Event]
-    sources: list[TransferHandle]
+    sources: list[Source]
 
 
 class PendingPages(NamedTuple):
@@ -72,6 +73,7 @@ class L2TransferEngine:
         metrics: Metrics | None = None,
         guards: Guards | None = None,
     ) -> None:
+        refuse_in_forks(self)
         self.device = torch.device(device)
         self.synchronous = synchronous
         self._queue_inline = queue_inline
@@ -87,7 +89,11 @@ class L2TransferEngine:
 
     @interrupts_held_back()  # what is on its way stays in the books
     def submit_device_to_host(
-        self, transfers: Sequence[L2Transfer], *, ready_events: Sequence[Event] = ()
+        self,
+        transfers: Sequence[L2Transfer],
+        *,
+        ready_events: Sequence[Event] = (),
+        parts: Sequence[Sequence[L2Transfer]] = (),
     ) -> TransferHandle:
         """Write device rows back to host slots.
 
@@ -95,6 +101,8 @@ class L2TransferEngine:
         ----------
         transfers
             One a pool.
+        parts
+            The same rows as the transfers of the operations that were merged, which then fail one by one.
         ready_events
             Events after which the rows are valid; on CUDA, with none, the caller's current stream as it is now.
 
@@ -105,7 +113,7 @@ class L2TransferEngine:
         """
         after = self._ready(ready_events) if self.guards.write_follows_compute else []
         if self.synchronous:
-            return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0), (), after)
+            return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts), (), after)
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
@@ -116,19 +124,24 @@ class L2TransferEngine:
             if self.guards.refill_follows_read:
                 others.append((host, (Access.READ,)))
         before = self.predecessors(others)
-        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, before.sources)
+        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts, before.sources)
         return self._submit(handle, uses, [*after, *before.events])
 
     @interrupts_held_back()  # what is on its way stays in the books
     def submit_host_to_device(
-        self, transfers: Sequence[L2Transfer], *, layers: int, ready_events: Sequence[Event] = ()
+        self,
+        transfers: Sequence[L2Transfer],
+        *,
+        layers: int,
+        ready_events: Sequence[Event] = (),
+        parts: Sequence[Sequence[L2Transfer]] = (),
     ) -> TransferHandle:
         """Load host slots into device rows, layer by layer.
 
         Parameters
         ----------
-        transfers
-            One a pool.
+        transfers, parts
+            As in :meth:`submit_device_to_host`.
         layers
             Model layers; the handle has an event for each.
         ready_events
@@ -139,7 +152,7 @@ class L2TransferEngine:
             submitted = self.submission_event()
             after = [*ready_events, *([submitted] if submitted is not None else [])]
         if self.synchronous:
-            return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers), (), after)
+            return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts), (), after)
         uses: list[Use] = []
         others: list[tuple[Use, tuple[Access, ...]]] = []
         for transfer in transfers:
@@ -150,13 +163,13 @@ class L2TransferEngine:
             if self.guards.read_follows_write:
                 others.append((host, (Access.WRITE,)))
         before = self.predecessors(others)
-        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, before.sources)
+        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts, before.sources)
         return self._submit(handle, uses, [*after, *before.events])
 
     def predecessors(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> Predecessors:
         """Find what is in flight now and uses the pages in those ways."""
         events: dict[int, Event] = {}
-        sources: dict[int, TransferHandle] = {}
+        sources: list[Source] = []
         for use, accesses in uses:
             for owner in self.in_flight.users(use, accesses):
                 event = owner.device_released if use.place.side is Side.DEVICE else owner.host_ready
@@ -164,8 +177,8 @@ class L2TransferEngine:
                     events[id(event)] = event
                 # A reader waits for writers alone, so these are what it reads. Storage says by itself what it brought.
                 if use.access is Access.READ and isinstance(owner, TransferHandle):
-                    sources[id(owner)] = owner
-        return Predecessors(list(events.values()), list(sources.values()))
+                    sources.append(Source(owner, use))
+        return Predecessors(list(events.values()), sources)
 
     def events_of_users(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> list[Event]:
         """Events after which none of the pages is used any more in those ways by what is in flight now."""
@@ -217,11 +230,14 @@ class L2TransferEngine:
         direction: Direction,
         transfers: Sequence[L2Transfer],
         layers: int,
-        sources: Sequence[TransferHandle] = (),
+        parts: Sequence[Sequence[L2Transfer]],
+        sources: Sequence[Source] = (),
     ) -> TransferHandle:
         lanes = self._lanes
         device = lanes.device_to_host_device if direction is Direction.DEVICE_TO_HOST else lanes.host_to_device_device
-        return TransferHandle(direction, transfers, layers, device, self.metrics, self.guards, self.failures, sources)
+        return TransferHandle(
+            direction, transfers, layers, device, self.metrics, self.guards, self.failures, sources, parts
+        )
 
     def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
         lanes = self._lanes

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +18,7 @@ from hicache_pools.device_pools.base import DevicePool
 
 from .events import COMPLETED, Event, Signal
 from .failure_log import FailureLog
-from .in_flight import Access, Granules, Place, Side, Use, page_granules
+from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
 from .lanes import Clock, Device
 from .metrics import Metrics
 from .operations import OperationCancelledError, SourceFailedError
@@ -146,6 +147,20 @@ class L2Transfer:
         return {} if self.block_quota is None else {"block_quota": self.block_quota}
 
 
+class Source(NamedTuple):
+    """A transfer in flight, and what another operation reads of what it brings."""
+
+    handle: TransferHandle
+    use: Use
+
+    def check(self, use: Use) -> None:
+        """Raise SourceFailedError where the transfer, or the part of it that brings any of ``use``, has failed."""
+        error = self.handle.error_of(use)
+        if error is not None:
+            what = self.handle.direction.words
+            raise source_error(what, error) from error
+
+
 class InFlightOperation:
     """Anything that uses slots: events that tell when it no longer does.
 
@@ -158,7 +173,7 @@ class InFlightOperation:
     device_released: Event = COMPLETED
     host_ready: Event = COMPLETED
 
-    def __init__(self, sources: Sequence[TransferHandle] = ()) -> None:
+    def __init__(self, sources: Sequence[Source] = ()) -> None:
         self._sources = tuple(sources)
 
     def check_sources(self) -> None:
@@ -169,8 +184,7 @@ class InFlightOperation:
         # Let go, or each transfer would keep all those before it.
         sources, self._sources = self._sources, ()
         for source in sources:
-            if source.error is not None:
-                raise source_error(source.direction.words, source.error) from source.error
+            source.check(source.use)
 
     @property
     def done(self) -> bool:
@@ -181,12 +195,17 @@ class InFlightOperation:
 class TransferHandle(InFlightOperation):
     """A submitted transfer; a job of its lane, and what its submitter watches.
 
+    One that was merged from several ``parts`` is tried at once. Where that fails, each part is tried by itself before
+    any event fires that would say that it is over, so that a bad one fails alone.
+
     Attributes
     ----------
     layer_events
         For a load, one event a model layer; empty for a write-back.
     error
-        Why it failed; final once :attr:`done`.
+        Why all of it failed; final once :attr:`done`.
+    part_errors
+        Why parts of it failed, by number.
     results
         What each pool's transfer reported.
     """
@@ -203,18 +222,23 @@ class TransferHandle(InFlightOperation):
         metrics: Metrics,
         guards: Guards,
         failures: FailureLog,
-        sources: Sequence[TransferHandle] = (),
+        sources: Sequence[Source] = (),
+        parts: Sequence[Sequence[L2Transfer]] = (),
     ) -> None:
         super().__init__(sources)
         self.direction = direction
         # Kept until the handle goes: what an asynchronous copy reads belongs to its operation.
         self.transfers = tuple(transfers)
+        self._parts = tuple(parts)
+        self._apart: list[int] | None = None  # numbers of the parts that go on, once they are tried one by one
         self.device_released = device.signal()
         self.host_ready = device.signal()
         self.layer_events: tuple[Signal, ...] = tuple(device.signal() for _ in range(layers))
         self.error: BaseException | None = None
+        self.part_errors: dict[int, BaseException] = {}
         self.results: list[TransferResult] = []
         self._pools: list[str] = []
+        self._counted: set[int] = set()
         self._device = device
         self._metrics = metrics
         self._failures = failures
@@ -227,6 +251,24 @@ class TransferHandle(InFlightOperation):
     def moves_on_cpu(self) -> bool:
         """Whether the thread that runs it moves bytes itself, instead of queueing copies."""
         return self._device.moves_on_cpu(self.transfers)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether all or a part of it has failed."""
+        return self.error is not None or bool(self.part_errors)
+
+    def part_error(self, number: int) -> BaseException | None:
+        """Why one of the parts failed."""
+        return self.part_errors.get(number, self.error)
+
+    def error_of(self, use: Use) -> BaseException | None:
+        """Why some of ``use`` did not get its bytes, as far as they were to come with this transfer."""
+        if self.error is not None or not self.part_errors:
+            return self.error
+        brought: InFlight[int] = InFlight()
+        for number in self.part_errors:
+            brought.add(number, [each.use(use.place.side, Access.WRITE) for each in self._parts[number]])
+        return next((self.part_errors[number] for number in brought.users(use, (Access.WRITE,))), None)
 
     def cancel(self) -> None:
         """Let it stop at the next layer; it is over when :attr:`done`."""
@@ -244,25 +286,28 @@ class TransferHandle(InFlightOperation):
         released: tuple[torch.cuda.Event, ...] | None = None
         ready: tuple[torch.cuda.Event, ...] | None = None
         try:
-            self.check_sources()
+            self._attempt(self._check_sources_of)
+            self._sources = ()
             self._device.before_transfer(self.transfers)
             self._clock = self._device.clock()
             if self.direction is Direction.DEVICE_TO_HOST:
-                self._write_back()
+                self._attempt(self._write_back)
                 released = _cuda_events(result.device_released for result in self.results)
                 ready = _cuda_events(result.host_ready for result in self.results)
             else:
                 self._load()
+            if self._apart is not None:
+                self._settle()
             self._stop_clock()
         except BaseException as error:
             self.error = error
+            self._sources = ()
             if not isinstance(error, SourceFailedError):
                 self._settle()
             if not isinstance(error, Exception):
                 raise
-            if not isinstance(error, OperationCancelledError):
-                self._metrics.count("transfer_failures", direction=self.direction.value)
-                self._failures.note(self.direction.words, error)
+            if not isinstance(error, OperationCancelledError) and not self.part_errors:
+                self._count_failure(error)
         finally:
             # Who sees that it is over finds it counted.
             try:
@@ -276,8 +321,50 @@ class TransferHandle(InFlightOperation):
         self.error = error
         self._fire_all()
 
-    def _write_back(self) -> None:
-        for transfer in self.transfers:
+    def _attempt(self, step: Callable[[Sequence[L2Transfer]], None]) -> None:
+        """Do a step for all transfers or, where that has failed, for each part that has not failed; raise if all have.
+
+        A step may be repeated for rows that it has moved already, as nobody can have seen these yet.
+        """
+        if self._apart is None:
+            try:
+                step(self.transfers)
+                return
+            except OperationCancelledError:
+                raise
+            except Exception as error:
+                if not self._parts:
+                    raise
+                if not isinstance(error, SourceFailedError):
+                    self._settle()
+                self._apart = list(range(len(self._parts)))
+        for number in self._apart:
+            try:
+                step(self._parts[number])
+            except OperationCancelledError:
+                raise
+            except Exception as error:
+                self.part_errors[number] = error
+                self._count_failure(error)
+        self._apart = [number for number in self._apart if number not in self.part_errors]
+        if not self._apart:
+            raise next(iter(self.part_errors.values()))
+
+    def _count_failure(self, error: BaseException) -> None:
+        self._metrics.count("transfer_failures", direction=self.direction.value)
+        self._failures.note(self.direction.words, error)
+
+    def _check_sources_of(self, transfers: Sequence[L2Transfer]) -> None:
+        for source in self._sources:
+            if not source.handle.has_failed:
+                continue
+            for transfer in transfers:
+                use = transfer.use(source.use.place.side, Access.READ)
+                if use.place == source.use.place:
+                    source.check(use)
+
+    def _write_back(self, transfers: Sequence[L2Transfer]) -> None:
+        for transfer in transfers:
             if self._cancelled:
                 raise OperationCancelledError("the write was cancelled")
             self._note(transfer, transfer.write_back())
@@ -286,19 +373,21 @@ class TransferHandle(InFlightOperation):
         if self._cancelled:
             raise OperationCancelledError("the load was cancelled")
         if self._device.loads_whole_pools and len({transfer.name for transfer in self.transfers}) == 1:
-            self._load_whole_pool()
-        else:
-            self._load_layers()
-
-    def _load_whole_pool(self) -> None:
-        """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
-        result = self.transfers[0].load_whole_pool()
-        self._note(self.transfers[0], result)
-        if not result.layer_done:
+            self._attempt(self._load_whole_pool)
             return
-        owner = self.transfers[0]
+        for layer, event in enumerate(self.layer_events):
+            self._attempt(partial(self._load_layer, layer))
+            event.fire()
+
+    def _load_whole_pool(self, transfers: Sequence[L2Transfer]) -> None:
+        """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
+        owner = transfers[0]
+        result = owner.load_whole_pool()
+        self._note(owner, result)
+        if not result.layer_done or self._apart is not None:  # the layers of one part are not those of all
+            return
         local_layers = {layer: local for layer, local in enumerate(owner.layer_map) if local is not None}
-        for draft in self.transfers[1:]:
+        for draft in transfers[1:]:
             first = 1 + max(local_layers.values(), default=-1)
             own = [layer for layer, local in enumerate(draft.layer_map) if local is not None]
             local_layers |= {layer: first + number for number, layer in enumerate(own)}
@@ -308,20 +397,17 @@ class TransferHandle(InFlightOperation):
                 done = (result.layer_done[local_layers[layer]],)
             event.fire(done)
 
-    def _load_layers(self) -> None:
-        counted: set[int] = set()
-        for layer, event in enumerate(self.layer_events):
-            for transfer in self.transfers:
-                local = transfer.layer_map[layer] if layer < len(transfer.layer_map) else None
-                if local is None:
-                    continue
-                if self._cancelled:
-                    raise OperationCancelledError("the load was cancelled")
-                result = transfer.load_layer(local)
-                # Every layer moves the same runs of pages; they count once.
-                self._note(transfer, dataclasses.replace(result, runs=0) if id(transfer) in counted else result)
-                counted.add(id(transfer))
-            event.fire()
+    def _load_layer(self, layer: int, transfers: Sequence[L2Transfer]) -> None:
+        for transfer in transfers:
+            local = transfer.layer_map[layer] if layer < len(transfer.layer_map) else None
+            if local is None:
+                continue
+            if self._cancelled:
+                raise OperationCancelledError("the load was cancelled")
+            result = transfer.load_layer(local)
+            # Every layer moves the same runs of pages; they count once.
+            self._note(transfer, dataclasses.replace(result, runs=0) if id(transfer) in self._counted else result)
+            self._counted.add(id(transfer))
 
     def _stop_clock(self) -> None:
         if self._clock is not None:

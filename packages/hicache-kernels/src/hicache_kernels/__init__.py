@@ -1,27 +1,10 @@
 """Moves KV cache pages between device and host memory: staged and main transfer modules for CUDA, ROCm and CPU."""
 
-from .layout import HostLayout, HostStrides, host_bytes, host_strides
-from .plane import DeviceRows, HostRows, Plane
-from .planner import PathUnavailableError, Plan
-from .pointer_table import pointer_table
-from .staging import Direction, StagingRing
-from .transfer import Capabilities, PlaneTransfer, TransferPolicy, TransferResult
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Capabilities",
-    "DeviceRows",
-    "Direction",
-    "HostLayout",
-    "HostRows",
-    "HostStrides",
-    "PathUnavailableError",
-    "Plan",
-    "Plane",
-    "PlaneTransfer",
-    "StagingRing",
-    "TransferPolicy",
-    "TransferResult",
-    "host_bytes",
-    "host_strides",
-    "pointer_table",
-]
+if TYPE_CHECKING:
+    from .public import *
+else:
+    from .lazy_names import names_from
+
+    __getattr__ = names_from(__name__, "public")

@@ -6,15 +6,14 @@ import contextlib
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import compile_module, record_path
 from .compilers import BuildError, find_compiler
+from .scratch import scratch_directory
 from .spec import ModuleSpec, module_specs
 
 
@@ -90,7 +89,9 @@ def build_ahead(
         Where ``out`` cannot be made or written.
     """
     groups = group_archs(archs)
-    out.mkdir(parents=True, exist_ok=True)
+    if not out.is_dir():
+        out.mkdir(parents=True, exist_ok=True)
+        out.chmod(0o755)  # a module is loaded only from a directory that no other user can write
     chosen = [spec for spec in (module_specs() if specs is None else specs) if spec.device_type in groups]
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         pending = [pool.submit(_build_one, spec, groups[spec.device_type], out) for spec in chosen]
@@ -99,10 +100,12 @@ def build_ahead(
 
 
 def _build_one(spec: ModuleSpec, archs: tuple[str, ...], out: Path) -> AheadResult:
+    from .build import compile_module, record_path  # with torch, which is not needed to see that an argument is wrong
+
     start = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(dir=out, prefix=f".{spec.key}.") as scratch:
-            built = compile_module(spec, find_compiler(spec.device_type), archs, Path(scratch))
+        with scratch_directory(out, f".{spec.key}.") as scratch:
+            built = compile_module(spec, find_compiler(spec.device_type), archs, scratch)
             library = out / built.name
             # A library counts only with its record, so no moment exists in which old and new are taken for a pair.
             with contextlib.suppress(FileNotFoundError):

@@ -21,12 +21,13 @@ import tvm_ffi
 from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
 from .compilers import BuildError, Compiler, run_compiler
-from .spec import ModuleSpec
+from .spec import CSRC, ModuleSpec
+from .trusted_files import UntrustedPathError, make_directory, open_directory, open_file, read_text
 
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "HICACHE_KERNELS_CACHE"
-_RECORD = "build.json"
+PACKAGE = CSRC.parent
 _ERROR_LINES = 3
 
 
@@ -71,8 +72,16 @@ def cache_directory() -> Path:
     try:
         return (Path(given) if given else Path("~/.cache").expanduser()) / "hicache-kernels"
     except RuntimeError:
-        # No home directory: a place where nothing can be kept. A guessable one under /tmp is not to be trusted.
+        # No home directory: a place where nothing can be kept.
         return Path(os.devnull) / "hicache-kernels"
+
+
+def boot_directory() -> Path | None:
+    """Directory of builds where the user's cannot be used: this user's in the temporary directory; None without one."""
+    try:
+        return Path(tempfile.gettempdir()) / f"hicache-kernels-{os.geteuid()}"
+    except OSError:
+        return None
 
 
 def target_archs(device_type: str) -> tuple[str, ...]:
@@ -175,6 +184,8 @@ def first_errors(output: str) -> str:
 def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], directory: Path) -> Path:
     """Compile ``spec`` into ``directory``, which then holds the library and its record.
 
+    The directory is made for this build alone: where this process ends before the compiler does, it is removed.
+
     Returns
     -------
     Path
@@ -189,7 +200,7 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
     try:
         source_key = spec.source_key()
         for command in compile_commands(spec, compiler, archs, library):
-            result = run_compiler(spec.device_type, command)
+            result = run_compiler(spec.device_type, command, directory)
             if result.returncode != 0:
                 break
         library.with_suffix(".o").unlink(missing_ok=True)
@@ -211,6 +222,8 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
     )
     try:
         record_path(library).write_text(json.dumps(asdict(record), indent=1))
+        for path in (library, record_path(library)):
+            path.chmod(0o644)
     except OSError as error:
         raise BuildError(f"cannot write {record_path(library)}: {error}") from error
     return library
@@ -227,13 +240,35 @@ def record_path(library: Path) -> Path:
 
 
 def read_record(library: Path) -> BuildRecord | None:
-    """Record of a library, or None where library or record are missing, cut off or not readable."""
+    """Record of a library, or None where library or record are missing, cut off or not readable.
+
+    Raises
+    ------
+    UntrustedPathError
+        Where another user may have written the library, its record or their directory. Modules inside the installed
+        package are trusted as its other files are.
+    """
     try:
-        fields = json.loads(record_path(library).read_text())
+        packaged = packaged_library(library)
+        if packaged is not None:
+            text, size = record_path(packaged).read_text(), packaged.stat().st_size
+        else:
+            text, descriptor = read_text(record_path(library)), open_file(library)
+            size = os.fstat(descriptor).st_size
+            os.close(descriptor)
+        fields = json.loads(text)
         record = BuildRecord(**{**fields, "archs": tuple(fields["archs"])})
-        return record if library.stat().st_size == record.bytes else None
+        return record if size == record.bytes else None
+    except UntrustedPathError:
+        raise
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def packaged_library(library: Path) -> Path | None:
+    """Path without links of a library inside the installed package; None for any other."""
+    path = library.resolve()
+    return path if path.is_relative_to(PACKAGE) else None
 
 
 def build_key(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str]) -> str:
@@ -255,19 +290,26 @@ def build_lock(path: Path) -> Iterator[None]:
     Raises
     ------
     OSError
-        Where the lock file cannot be made.
+        Where the lock file cannot be made, or another user may have written it or its directory.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
+    make_directory(path.parent)
+    directory = open_directory(path.parent)
+    try:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT, directory=directory)
+    finally:
+        os.close(directory)
+    try:
         # A file system without locks costs at most a second build: renames are atomic on their own.
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
         finally:
             # Closing is not enough: a process forked meanwhile has the file open too, and would wait for itself.
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 def keep(library: Path, entry: Path) -> None:
@@ -278,12 +320,13 @@ def keep(library: Path, entry: Path) -> None:
     OSError
         Where the cache is not writable or full; nothing is left behind.
     """
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(entry.parent)
     staging = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}."))
     try:
-        os.chmod(staging, 0o755)
+        os.chmod(staging, 0o700)
         for path in (library, record_path(library)):
             shutil.copy(path, staging / path.name)
+            os.chmod(staging / path.name, 0o600)
         if entry.exists():
             shutil.rmtree(entry)
         os.rename(staging, entry)

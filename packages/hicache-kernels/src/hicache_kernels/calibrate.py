@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +18,15 @@ from typing import Any
 import torch
 
 from .build import build_lock, cache_directory
+from .compilers import write_atomically
 from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
 from .planner import CPU, H200, DeviceConstants, DirectionConstants
 from .plausible import implausible
+from .probe import warn_once
 from .staging import Direction, StagingRing, canonical_device
 from .transfer import PlaneTransfer, TransferResult
+from .trusted_files import UntrustedPathError, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,7 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
                 return constants
         logger.warning("calibrating %s failed, so the planner goes by defaults: %s", device, reason)
         with contextlib.suppress(OSError):
-            failed.parent.mkdir(parents=True, exist_ok=True)
-            failed.write_text(reason)
+            write_atomically(failed, reason.encode())
         return H200
 
 
@@ -150,27 +150,23 @@ def constants_from_fields(fields: dict[str, Any]) -> DeviceConstants:
 
 
 def read_constants(path: Path) -> DeviceConstants | None:
-    """Constants kept in a file; None where it is missing, damaged or makes no sense."""
+    """Constants kept in a file; None where it is missing, damaged, another user's, or makes no sense."""
     try:
-        constants = constants_from_fields(json.loads(path.read_text()))
+        constants = constants_from_fields(json.loads(read_text(path)))
         return constants if implausible(constants) is None else None
+    except UntrustedPathError as error:
+        warn_once(f"calibration is not used: {error}")
+        return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def write_constants(path: Path, constants: DeviceConstants) -> None:
     """Keep constants in a file that appears complete or not at all; a failure is logged and otherwise ignored."""
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(dataclasses.asdict(constants), file, indent=1)
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(dataclasses.asdict(constants), indent=1).encode())
     except OSError as error:
         logger.info("calibration is not kept: %s", error)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 # ---- measuring

@@ -1,8 +1,9 @@
-"""Checks of an operation's indices, once and before anything is queued."""
+"""Checks of tensors, and of an operation's indices: once, and before anything is queued."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,46 @@ class CheckedIndices:
     runs: int
 
 
+def check_tensor(name: str, tensor: object, kind: str = "a torch.Tensor") -> None:
+    """Check that an argument is a tensor with memory, which meta, sparse and fake tensors have none of.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be {kind}")
+    if tensor.is_meta:
+        raise ValueError(f"{name} lies on meta, where it has no memory; it must be {kind} on the CPU or a GPU")
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        raise ValueError(f"{name} has layout {tensor.layout} and no memory of its own; it must be {kind}") from error
+
+
+def checked_tensors(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return layers as a tuple once each is seen to be a tensor with memory; one tensor is not a sequence of layers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, or the layer.
+    """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
+    if isinstance(tensors, Iterator):
+        raise TypeError(f"{name} is a {type(tensors).__name__}, which can be read once; pass a list or a tuple")
+    if not isinstance(tensors, Iterable) or isinstance(tensors, (str, bytes, Mapping)):
+        raise TypeError(f"{name} is a {type(tensors).__name__}; pass a list or a tuple with one tensor a layer")
+    layers = tuple(tensors)
+    for number, tensor in enumerate(layers):
+        check_tensor(f"{name}[{number}]", tensor)
+    return layers
+
+
 def _check_form(name: str, indices: torch.Tensor, page_size: int) -> None:
-    if not isinstance(indices, torch.Tensor):
-        raise TypeError(f"{name} is a {type(indices).__name__}; it must be a torch.Tensor of int64 or int32")
+    check_tensor(name, indices, "a torch.Tensor of int64 or int32")
     if indices.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
     if indices.dim() != 1:

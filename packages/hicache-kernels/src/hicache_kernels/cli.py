@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from .ahead import build_ahead, group_archs
-from .bench.cli import bench
-from .info import KernelsInfo, kernels_info
-from .probe import PREBUILT_VARIABLE
+from .bench_command import bench
+from .command_line import FAILED, CommandError, CommandGroup, errors, output, show, unwritable
 from .spec import MODULE_NAMES, module_specs
 
+if TYPE_CHECKING:
+    from .info import KernelsInfo
+
 app = typer.Typer(
+    name="hicache-kernels",
+    cls=CommandGroup,
     help="Compiled modules that move KV cache pages: build them, see what is there, and measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-console = Console()
-errors = Console(stderr=True)
 app.command()(bench)
 
 
@@ -49,12 +51,11 @@ def build(
                 f"arch is {arch!r}; it must name one that {' or '.join(wanted)} is built for, such as 'cpu'"
             )
     except ValueError as error:
-        errors.print(f"[red]error:[/] {error}", soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise CommandError(str(error)) from None
     table = Table("module", "architectures", "seconds", "KiB", Column("library", overflow="fold"))
     failures = []
     try:
-        with console.status("building"):
+        with errors.status("building"):
             for result in build_ahead(archs, out, specs=specs, jobs=jobs):
                 if result.library is None:
                     failures.append(f"{result.key}: {result.error}")
@@ -63,15 +64,16 @@ def build(
                 row = (result.key, " ".join(result.archs), f"{result.seconds:.1f}", size, str(result.library))
                 table.add_row(*row)
     except OSError as error:
-        errors.print(f"[red]error:[/] cannot write to {out}: {error}", soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise unwritable("--out", out, error) from None
     if table.row_count:
-        console.print(table)
-        console.print(f"Use them with {PREBUILT_VARIABLE}={out.resolve()}", soft_wrap=True)
+        from .probe import PREBUILT_VARIABLE
+
+        show(table)
+        output.print(f"Use them with {PREBUILT_VARIABLE}={out.resolve()}", soft_wrap=True)
     for failure in failures:
-        errors.print(f"[red]error:[/] {failure}", soft_wrap=True)
+        errors.print(f"error: {failure}")
     if failures:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -80,15 +82,19 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show versions, compilers, the build cache, and for each module what loading it would do (or did) and why."""
+    from .info import kernels_info
+
     found = kernels_info(load=load)
     if as_json:
-        console.print_json(json.dumps(dataclasses.asdict(found), default=str))
+        output.print_json(json.dumps(dataclasses.asdict(found), default=str))
         return
-    show_info(found, console)
+    show_info(found, output)
 
 
 def show_info(found: KernelsInfo, to: Console) -> None:
     """Print the tables of ``hicache-kernels info``."""
+    from .probe import PREBUILT_VARIABLE
+
     general = Table("what", Column("value", overflow="fold"), title="installation")
     for name, version in found.versions.items():
         general.add_row(name, version)

@@ -13,8 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .trusted_files import make_directory, open_directory, read_text
+
 _COMPILER_NAMES = {"cpu": "g++", "cuda": "nvcc", "rocm": "hipcc"}
 _HOME_VARIABLES = {"cpu": (), "cuda": ("CUDA_HOME", "CUDA_PATH"), "rocm": ("ROCM_HOME", "ROCM_PATH")}
+_WATCHED = """
+exec 3<&0 </dev/null
+(
+  trap '' TERM
+  read -r line <&3
+  kill -TERM 0
+  [ -z "$0" ] || rm -rf -- "$0"
+  kill -KILL 0
+) >/dev/null 2>&1 &
+watcher=$!
+exec 3<&-
+"$@"
+code=$?
+kill -KILL $watcher
+exit $code
+"""
+"""Runs a command in a process group of its own, which is killed once the other end of stdin is closed: at the latest
+when this process ends, also where it is killed and can do nothing itself."""
 _DEFAULT_HOMES = {"cpu": (), "cuda": ("/usr/local/cuda",), "rocm": ("/opt/rocm",)}
 
 
@@ -90,20 +110,49 @@ def find_compiler_path(device_type: str) -> str:
     raise BuildError(f"no {name} found (looked at {', '.join(looked)})")
 
 
-def run_compiler(device_type: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a compiler to its end, with output and errors as text; the one place that starts one."""
+def run_compiler(
+    device_type: str, arguments: Sequence[str], scratch: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a compiler to its end, with output and errors as text; the one place that starts one.
+
+    Parameters
+    ----------
+    device_type, arguments
+        Whose compiler it is, and the command.
+    scratch
+        Directory for its temporary files. Where this process ends first, however that happens, the compiler and every
+        process it started are killed, and the directory is removed.
+    """
     environment = {**os.environ, "LC_ALL": "C"}  # the errors are picked out by their English words
     if device_type == "rocm":
         environment["HIP_PLATFORM"] = "amd"
-    return subprocess.run(
-        list(arguments),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env=environment,
-        check=False,
-    )
+    if scratch is not None:
+        environment["TMPDIR"] = str(scratch)
+    watched, alive = os.pipe()
+    try:
+        with subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHED, str(scratch or ""), *arguments],
+            stdin=watched,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            os.close(watched)
+            watched = -1
+            try:
+                output, errors = process.communicate()
+            except BaseException:
+                os.close(alive)
+                alive = -1
+                raise
+    finally:
+        for descriptor in (watched, alive):
+            if descriptor >= 0:
+                os.close(descriptor)
+    return subprocess.CompletedProcess(list(arguments), process.returncode, output, errors)
 
 
 def _stamp(path: str) -> list[int]:
@@ -145,7 +194,7 @@ def find_compiler(device_type: str, memory: Path | None = None) -> Compiler:
     record_path = None if memory is None else memory / f"compiler-{compiler_name(device_type).replace('+', 'x')}.json"
     if record_path is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(record_path.read_text())
+            record = json.loads(read_text(record_path))
             known = Compiler(record["path"], record["real_path"], record["version"])
             if known.path == path and record["stamps"] == [_stamp(known.path), _stamp(known.real_path)]:
                 return known
@@ -162,19 +211,20 @@ def find_compiler(device_type: str, memory: Path | None = None) -> Compiler:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` so that no reader ever sees half of it.
+    """Put ``content`` at ``path``, with mode 0600, so that no reader ever sees half of it.
 
     Raises
     ------
     OSError
-        Where the directory is not writable or the disk is full; nothing is left behind.
+        Where the directory is not writable, or is so for other users too, or the disk is full; nothing is left behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
+    os.close(open_directory(path.parent))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o600)
             file.write(content)
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -151,7 +151,8 @@ class IndexReader:
         return read
 
     def _read(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> OperationIndices:
-        if self._scan is not None and type(host) is type(device) is torch.Tensor and not host.is_cuda:
+        plain = type(host) is type(device) is torch.Tensor and host.is_cpu and (device.is_cpu or device.is_cuda)
+        if self._scan is not None and plain and host.layout is device.layout is torch.strided:
             page_count = host.shape[0] // self._page_size if host.dim() == 1 else 0
             itself = self._page_size == 1 and host.dtype is torch.int64
             pages = host if itself else torch.empty(page_count, dtype=torch.int64, device="cpu")

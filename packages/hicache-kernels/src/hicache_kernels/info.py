@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -15,8 +16,9 @@ import tvm_ffi
 
 from .build import CACHE_VARIABLE, build_key, cache_directory, library_name, read_record, target_archs
 from .compilers import BuildError, compiler_name, find_compiler
-from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt
+from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt, kept_record
 from .spec import DEVICE_TYPES, ModuleSpec, module_specs
+from .trusted_files import UntrustedPathError
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ def cache_state(path: Path | None = None) -> CacheState:
     """Look at a directory of builds, the one in use by default."""
     directory = cache_directory() if path is None else path
     setting = "argument" if path is not None else CACHE_VARIABLE if os.environ.get(CACHE_VARIABLE) else "default"
-    libraries = [library for library in directory.glob("*/*.so") if read_record(library) is not None]
+    libraries = []
+    for library in directory.glob("*/*.so"):
+        with contextlib.suppress(UntrustedPathError):
+            libraries += [library] if read_record(library) is not None else []
     nearest = directory
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
@@ -135,8 +140,13 @@ def module_state(spec: ModuleSpec, cache: Path | None = None) -> ModuleState:
             except BuildError as error:
                 note = f"prebuilt passed over: {error}"
         compiler = find_compiler(spec.device_type, directory)
-        library = directory / build_key(spec, compiler, archs) / library_name(spec)
-        state, detail = ("cached", str(library)) if read_record(library) else ("to build", f"for {', '.join(archs)}")
+        state, detail = "to build", f"for {', '.join(archs)}"
+        entry = directory / build_key(spec, compiler, archs)
+        try:
+            if kept_record(spec, entry) is not None:
+                state, detail = "cached", str(entry / library_name(spec))
+        except UntrustedPathError as error:
+            note = f"cache passed over: {error}"
     except (BuildError, OSError) as error:
         state, detail = "unavailable", str(error)
     return ModuleState(spec.name, spec.device_type, state, detail, note, source_key)

@@ -111,8 +111,8 @@ def transfer_hicache_all_layer(
     Parameters
     ----------
     k_ptr_dst, v_ptr_dst, k_ptr_src, v_ptr_src
-        uint64 or int64 ``[layers]``: address of row 0 of each layer. Tables of
-        :func:`hicache_kernels.pointer_table.pointer_table` remember their tensors, so that ranges are checked and plain
+        uint64 or int64 ``[layers]``: address of row 0 of each layer, the one that kernels take. Tables of
+        :func:`hicache_kernels.pointer_table` remember their tensors, so that ranges are checked and plain
         torch can follow them; any other table needs a compiled module.
     indices_dst, indices_src
         int32 or int64 row numbers ``[n]``, on the CPU or the device.

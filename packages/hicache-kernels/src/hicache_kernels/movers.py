@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import tvm_ffi
 
+from .host_ranges import kernel_address
 from .pieces import StagingLayout, staging_layout
 from .plane import Plane
 from .planner import BULK_MULTIPLE, layer_groups
@@ -41,17 +42,29 @@ memory (a tuning run on an H200)."""
 NO_EVENTS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def host_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
-    """Planes' places in host memory, by address."""
-    return tuple(
-        OtherSide(
-            plane.host.buffer.data_ptr() + plane.host.strides.offset,
-            plane.host.strides.page,
-            plane.host.strides.layer,
-            plane.host.strides.slot,
-        )
-        for plane in planes
-    )
+def copy_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
+    """Planes' places in host memory, by the addresses that copies take."""
+    return tuple(_host_side(plane, plane.host.buffer.data_ptr() + plane.host.strides.offset) for plane in planes)
+
+
+def kernel_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
+    """Planes' places in host memory, by the addresses that kernels take.
+
+    Raises
+    ------
+    ValueError
+        Where a plane spans registrations whose device addresses lie at unequal distances from their host addresses.
+    """
+    sides = []
+    for plane in planes:
+        start, end = plane.host.strides.offset, plane.host_end
+        name = f"the host buffer of plane {plane.name}"
+        sides.append(_host_side(plane, kernel_address(name, plane.host.buffer[start:end], end - start)))
+    return tuple(sides)
+
+
+def _host_side(plane: Plane, base: int) -> OtherSide:
+    return OtherSide(base, plane.host.strides.page, plane.host.strides.layer, plane.host.strides.slot)
 
 
 def _staging_sides(layout: StagingLayout) -> tuple[OtherSide, ...]:
@@ -64,14 +77,15 @@ class DirectMover:
     Raises
     ------
     ValueError
-        Where rows, strides or addresses are not multiples of 4 bytes.
+        Where rows, strides or addresses are not multiples of 4 bytes, or kernels cannot reach all of a plane's host
+        memory from one address.
     """
 
     def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
         self._move = module["move_rows"]
         self._move_layers = module["move_layers"]
         self._row_bytes = min(plane.row_bytes for plane in planes)
-        self._tables = build_tables(planes, host_sides(planes), layered=True)
+        self._tables = build_tables(planes, kernel_sides(planes), layered=True)
         self._described: dict[tuple[bool, int | None], tvm_ffi.Tensor] = {}
 
     @property
@@ -167,7 +181,7 @@ def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
         if rows.block_slots > 1 and rows.block_stride != rows.block_slots * rows.slot_stride:
             return None
     for layer in range(planes[0].device.layers):
-        for plane, side in zip(planes, host_sides(planes), strict=True):
+        for plane, side in zip(planes, copy_sides(planes), strict=True):
             rows = plane.device
             slot = rows.block_stride if rows.block_slots == 1 else rows.slot_stride
             for row in range(rows.rows_per_layer):

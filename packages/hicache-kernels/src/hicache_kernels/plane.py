@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import check_tensor, checked_tensors
 from .layout import HostStrides
 
 
 def _checked_layers(tensors: Sequence[torch.Tensor], form: str, index_dims: int) -> torch.Tensor:
     """Check that the layers' tensors are alike and their rows dense; returns the first."""
-    if not tensors:
+    if not checked_tensors("tensors", tensors):
         raise ValueError(f"tensors is empty; it must hold one {form} a layer")
     first = tensors[0]
     for number, tensor in enumerate(tensors):
@@ -105,6 +106,17 @@ class DeviceRows:
         )
 
     @classmethod
+    def block_head_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
+        """Rows of one tensor a layer, each ``[blocks, heads, block, dim]`` in any order of memory; one row a head."""
+        first = _checked_layers(tensors, "[blocks, heads, block, dim]", 3)
+        if first.dim() != 4:
+            raise ValueError(f"tensors[0] has shape {tuple(first.shape)}; it must be [blocks, heads, block, dim]")
+        blocks, heads, block, _ = first.shape
+        block_stride, head_stride, slot_stride = (stride * first.element_size() for stride in first.stride()[:3])
+        bases = tuple(t.data_ptr() + head * head_stride for t in tensors for head in range(heads))
+        return cls(tuple(tensors), bases, heads, blocks * block, slot_stride, block, block_stride)
+
+    @classmethod
     def head_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
         """Rows of one tensor a layer, each ``[heads, slots, dim]``; one row a head."""
         first = _checked_layers(tensors, "[heads, slots, dim]", 2)
@@ -157,6 +169,13 @@ class Plane:
         """Bytes one layer keeps for one slot: its rows, one after the other on the host."""
         return self.row_bytes * self.device.rows_per_layer
 
+    @property
+    def host_end(self) -> int:
+        """Byte of the host buffer behind the last one of this plane."""
+        strides, host = self.host.strides, self.host
+        end = strides.offset + (host.pages - 1) * strides.page + (self.device.layers - 1) * strides.layer
+        return end + (host.page_size - 1) * strides.slot + self.element_bytes
+
 
 def check_planes(planes: Sequence[Plane]) -> None:
     """Check the planes of one pool against each other, and each against the memory it addresses.
@@ -168,6 +187,8 @@ def check_planes(planes: Sequence[Plane]) -> None:
     """
     if not planes:
         raise ValueError("planes is empty; a transfer needs at least one")
+    for number, plane in enumerate(planes):
+        _check_parts(f"planes[{number}]", plane)
     first = planes[0]
     for plane in planes:
         rows, host = plane.device, plane.host
@@ -199,9 +220,7 @@ def check_planes(planes: Sequence[Plane]) -> None:
                 f"plane {plane.name}: the host buffer is {host.buffer.dtype} with {host.buffer.dim()} dimensions on "
                 f"{host.buffer.device}; it must be flat uint8 on the CPU"
             )
-        strides = host.strides
-        end = strides.offset + (host.pages - 1) * strides.page + (rows.layers - 1) * strides.layer
-        end += (host.page_size - 1) * strides.slot + plane.element_bytes
+        strides, end = host.strides, plane.host_end
         if min(strides.offset, strides.page, strides.layer, strides.slot) < 0 or end > host.buffer.numel():
             raise ValueError(
                 f"plane {plane.name}: its pages end at byte {end}, the host buffer has {host.buffer.numel()} bytes"
@@ -219,6 +238,17 @@ def check_planes(planes: Sequence[Plane]) -> None:
         )
         _check_device_rows(plane)
     _check_components_apart(planes)
+
+
+def _check_parts(name: str, plane: object) -> None:
+    """Check that a plane is one, of parts with memory."""
+    if not isinstance(plane, Plane):
+        raise TypeError(f"{name} is a {type(plane).__name__}; it must be a Plane")
+    for part, value, kind in (("device", plane.device, DeviceRows), ("host", plane.host, HostRows)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{part} of plane {plane.name} is a {type(value).__name__}; it must be {kind.__name__}")
+    checked_tensors(f"device.tensors of plane {plane.name}", plane.device.tensors)
+    check_tensor(f"host.buffer of plane {plane.name}", plane.host.buffer)
 
 
 def _check_apart(what: str, size: int, axes: Sequence[tuple[str, int, int]]) -> None:

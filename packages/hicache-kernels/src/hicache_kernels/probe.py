@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -17,6 +17,9 @@ from pathlib import Path
 import tvm_ffi
 
 from .build import (
+    CACHE_VARIABLE,
+    BuildRecord,
+    boot_directory,
     build_key,
     build_lock,
     cache_directory,
@@ -25,11 +28,14 @@ from .build import (
     covers,
     keep,
     library_name,
+    packaged_library,
     read_record,
     target_archs,
 )
 from .compilers import BuildError, Compiler, find_compiler
+from .scratch import scratch_directory
 from .spec import DEVICE_TYPES, ModuleSpec, module_specs
+from .trusted_files import UntrustedPathError, open_directory, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -164,40 +170,46 @@ class ModuleLoader:
                 check_prebuilt(spec, library, archs)
                 return open_library(library), "prebuilt", library
             except BuildError as error:
-                logger.warning("prebuilt module not used, building instead: %s", error)
+                warn_once(f"prebuilt module not used, building instead: {error}")
         return self._load_or_build(spec, archs)
 
     def _load_or_build(self, spec: ModuleSpec, archs: Sequence[str]) -> tuple[tvm_ffi.Module, str, Path]:
         cache = cache_directory() if self._cache is None else self._cache
+        caches = [cache, *(directory for directory in (boot_directory(),) if directory not in (None, cache))]
         compiler = find_compiler(spec.device_type, memory=cache)
         check_driver(compiler.toolkit_major)
-        entry = cache / build_key(spec, compiler, archs)
-        kept = entry / library_name(spec)
-        with contextlib.ExitStack() as stack:
-            writable = True
-            if read_record(kept) is None:
+        key = build_key(spec, compiler, archs)
+        for directory in caches:
+            entry = directory / key
+            with contextlib.ExitStack() as stack:
                 try:
-                    stack.enter_context(build_lock(cache / f"{entry.name}.lock"))
-                    clear_remains(entry)
+                    if kept_record(spec, entry) is None:
+                        stack.enter_context(build_lock(directory / f"{key}.lock"))
+                        clear_remains(entry)
+                    record = kept_record(spec, entry)
                 except OSError as error:
-                    logger.warning("the build of %s cannot be kept in %s: %s", spec.key, cache, error)
-                    writable = False
-            if read_record(kept) is not None:
-                try:
-                    return open_library(kept), "cache", kept
-                except BuildError as error:
-                    logger.warning("building %s again: %s", spec.key, error)
-            return self._build(spec, compiler, archs, entry if writable else None)
+                    warn_once(
+                        f"compiled modules cannot be kept in {directory}: {error}; name a directory of yours that can "
+                        f"be written with {CACHE_VARIABLE}, or they are built again, at the latest with the next boot"
+                    )
+                    continue
+                if record is not None:
+                    try:
+                        return open_library(entry / library_name(spec)), "cache", entry / library_name(spec)
+                    except BuildError as error:
+                        logger.warning("building %s again: %s", spec.key, error)
+                return self._build(spec, compiler, archs, entry)
+        return self._build(spec, compiler, archs, None)
 
     def _build(
         self, spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], entry: Path | None
     ) -> tuple[tvm_ffi.Module, str, Path]:
-        try:
-            scratch = tempfile.TemporaryDirectory(prefix="hicache-kernels-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise BuildError(f"no temporary directory to build {spec.key} in: {error}") from error
-        with scratch:
-            library = compile_module(spec, compiler, archs, Path(scratch.name))
+        with contextlib.ExitStack() as stack:
+            try:
+                scratch = stack.enter_context(scratch_directory())
+            except OSError as error:
+                raise BuildError(f"no temporary directory to build {spec.key} in: {error}") from error
+            library = compile_module(spec, compiler, archs, scratch)
             if entry is not None:
                 try:
                     keep(library, entry)
@@ -208,16 +220,50 @@ class ModuleLoader:
             return open_library(library), "built", library
 
 
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    logger.warning("%s", message)
+
+
+def kept_record(spec: ModuleSpec, entry: Path) -> BuildRecord | None:
+    """Record of the module that a directory of builds has under ``entry``; None where it has none that is whole.
+
+    Raises
+    ------
+    UntrustedPathError
+        Where another user may have written it.
+    """
+    try:
+        os.close(open_directory(entry.parent))
+    except UntrustedPathError:
+        raise
+    except OSError:
+        return None
+    return read_record(entry / library_name(spec))
+
+
 def open_library(library: Path) -> tvm_ffi.Module:
-    """Load a library.
+    """Load a library that nobody but this user and root can have written.
 
     Raises
     ------
     BuildError
-        Where it does not load.
+        Where it does not load, or another user may have written it.
     """
     try:
-        return tvm_ffi.load_module(str(library))
+        packaged = packaged_library(library)
+        if packaged is not None:
+            return tvm_ffi.load_module(str(packaged))
+        # Through the directory that was checked, whatever its path leads to by now. Its descriptor stays open: the
+        # dynamic linker takes two libraries of one path for one, so the number must not come to mean another directory.
+        directory = open_directory(library.parent)
+        try:
+            os.close(open_file(library, directory=directory))
+            return tvm_ffi.load_module(f"/proc/self/fd/{directory}/{library.name}")
+        except BaseException:
+            os.close(directory)
+            raise
     except Exception as error:
         raise BuildError(f"{library} does not load: {error}") from error
 
@@ -230,7 +276,10 @@ def check_prebuilt(spec: ModuleSpec, library: Path, archs: Sequence[str]) -> Non
     BuildError
         Saying what does not match.
     """
-    record = read_record(library)
+    try:
+        record = read_record(library)
+    except UntrustedPathError as error:
+        raise BuildError(str(error)) from error
     if record is None:
         raise BuildError(f"{library} or its record is missing or damaged")
     if record.source_key != spec.source_key():

@@ -10,7 +10,8 @@ import torch
 import tvm_ffi
 
 from . import row_launch
-from .pointer_table import Layers
+from .checks import check_tensor
+from .pointer_tables import Layers
 from .probe import load_module, unavailable_reason
 from .row_sets import (
     DIRECT_GRANULE,
@@ -48,7 +49,7 @@ def _check_remembered(name: str, device: torch.device, *sides: Sequence[Rows]) -
                 reason = "asked for" if _plain_torch.get() else unavailable_reason(name, module_device_type(device))
                 raise RuntimeError(
                     f"{rows.name} is a foreign pointer table, which only a compiled build can follow; this copy runs "
-                    f"in plain torch ({reason}); make the table with hicache_kernels.pointer_table.pointer_table()"
+                    f"in plain torch ({reason}); make the table with hicache_kernels.pointer_table()"
                 )
 
 
@@ -164,8 +165,7 @@ def stage_pages(
         raise ValueError(f"page_size is {page_size}; it must be positive")
     buffers = {**staging, **destination}
     for name, buffer in buffers.items():
-        if not isinstance(buffer, torch.Tensor):
-            raise TypeError(f"{name} is a {type(buffer).__name__}; it must be a torch.Tensor")
+        check_tensor(name, buffer)
     first_name, first = next(iter(buffers.items()))
     if first.dim() < 3:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [slots, layers, ...]")
@@ -179,6 +179,8 @@ def stage_pages(
             raise ValueError(f"{name} holds {buffer.shape[0]} slots, less than a page of {page_size}")
         if buffer.stride(1) * buffer.element_size() != size or not buffer.is_contiguous():
             raise ValueError(f"{name} has strides {buffer.stride()}; staging memory must be contiguous")
+    check_tensor("dst_indices", destination_indices, "a torch.Tensor of int64")
+    check_tensor("src_indices", source_indices, "a torch.Tensor of int32 or int64")
     if destination_indices.dtype != torch.int64 or destination_indices.device.type != "cpu":
         raise TypeError(
             f"dst_indices is {destination_indices.dtype} on {destination_indices.device}; it must be int64 on the CPU"

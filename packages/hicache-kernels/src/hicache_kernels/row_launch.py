@@ -31,7 +31,7 @@ def _space(rows: Rows, device: torch.device, keep: list[torch.Tensor]) -> list[i
     if rows.table is None:
         if rows.layers is None:
             raise ValueError(f"{rows.name} has neither tensors nor a table")
-        return [0, rows.layers.tensors[0].data_ptr(), 1, rows.stride, 0]
+        return [0, rows.layers.kernel_address(rows.name, 0), 1, rows.stride, 0]
     table = rows.table.contiguous().to(device)
     keep.append(table)
     return [table.data_ptr(), 0, 1, rows.stride, 0]
@@ -166,7 +166,7 @@ def stage_pages(
 
 
 def _piece(to: Rows, staging: torch.Tensor, page_size: int, slot_bytes: int) -> list[int]:
-    """Fields of a piece: an element of a page, repeated along the layers and the slots of the page."""
+    """Fields of a piece, which copies move: an element of a page, repeated along its layers and slots."""
     if to.layers is None:
         raise ValueError(f"{to.name} has no tensor")
     host = to.layers.tensors[0].data_ptr()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .pointer_table import Layers, remembered_layers
+from .checks import check_tensor
+from .pointer_tables import Layers, remembered_layers
 
 DIRECT_GRANULE = 4
 """Rows of the main module are a multiple of this many bytes."""
@@ -96,8 +97,7 @@ def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> t
     """
     rows = []
     for name, cache in caches.items():
-        if not isinstance(cache, torch.Tensor):
-            raise TypeError(f"{name} is a {type(cache).__name__}; it must be a torch.Tensor")
+        check_tensor(name, cache)
         if cache.dim() < 1:
             raise ValueError(f"{name} is a scalar; it must have at least one dimension")
         dim = cache.shape[-1] if element_dim is None else element_dim
@@ -130,13 +130,12 @@ def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) 
             raise ValueError(f"{name} is {value} bytes; it must be positive")
     rows = []
     for name, table in tables.items():
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"{name} is a {type(table).__name__}; it must be a torch.Tensor of addresses")
+        check_tensor(name, table, "a torch.Tensor of addresses")
         if table.dtype not in TABLE_DTYPES:
             raise TypeError(f"{name} has dtype {table.dtype}; a table of addresses is uint64 or int64")
         if table.dim() != 1 or not table.numel():
             raise ValueError(f"{name} has shape {tuple(table.shape)}; a table of addresses has one entry a layer")
-        rows.append(Rows(name, row_bytes, stride, table.numel(), remembered_layers(table), table))
+        rows.append(Rows(name, row_bytes, stride, table.numel(), remembered_layers(name, table), table))
     return tuple(rows)
 
 
@@ -185,8 +184,7 @@ def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_s
     IndexError
         Where a row does not exist.
     """
-    if not isinstance(indices, torch.Tensor):
-        raise TypeError(f"{name} is a {type(indices).__name__}; it must be a torch.Tensor of int32 or int64")
+    check_tensor(name, indices, "a torch.Tensor of int32 or int64")
     if indices.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} has dtype {indices.dtype}; indices are int32 or int64")
     if indices.dim() != 1:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 """Sources shipped inside the package."""
@@ -114,6 +116,8 @@ def module_specs(csrc: Path = CSRC) -> tuple[ModuleSpec, ...]:
 
 def module_device_type(device: torch.device) -> str:
     """Device type whose modules serve tensors on ``device``: torch calls AMD devices ``cuda`` too."""
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "rocm"
+    if device.type == "cuda":
+        import torch
+
+        return "cuda" if torch.version.hip is None else "rocm"
     return device.type

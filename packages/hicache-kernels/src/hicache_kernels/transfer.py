@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .indices import IndexReader, OperationIndices
 from .layout import HostLayout, HostStrides
 from .movers import NO_EVENTS, DirectMover, StagedMover
 from .plane import Plane, check_planes
-from .probe import load_module, unavailable_reason
+from .probe import load_module, unavailable_reason, warn_once
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
@@ -30,11 +31,6 @@ MOST_PLANS = 1024
 """Plans that a transfer remembers."""
 BOTH_RUNS = "device slots are runs too, so the copies need no staging"
 """Ends the reason of a staged operation that went without staging."""
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def _layout(strides: HostStrides, page_size: int) -> HostLayout:
@@ -106,12 +102,16 @@ class PlaneTransfer:
         ring: StagingRing | None = None,
         constants: planner.DeviceConstants | None = None,
     ) -> None:
+        if not isinstance(planes, Iterable):
+            raise TypeError(f"planes is a {type(planes).__name__}; it must be a sequence of Plane")
         self.planes = tuple(planes)
         check_planes(self.planes)
         self._policy = transfer_policy(policy)
         self.boundaries = tuple(boundaries)
         first = self.planes[0]
         self.device = canonical_device(first.device.device)
+        if ring is not None and not isinstance(ring, StagingRing):
+            raise TypeError(f"ring is a {type(ring).__name__}; it must be a StagingRing, or None for the device's own")
         if ring is not None and ring.device != self.device:
             raise ValueError(f"ring lies on {ring.device}; it must lie on {self.device}, as the rows do")
         _check_boundaries(self.boundaries, max(plane.host.buffer.numel() for plane in self.planes))
@@ -163,7 +163,9 @@ class PlaneTransfer:
                 if not plane.host.buffer.is_pinned():
                     return None, f"the host buffer of plane {plane.name} is not pinned, so kernels cannot reach it"
         try:
-            return DirectMover(self.planes, module), ""
+            # The device address of host memory is that of the current device.
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                return DirectMover(self.planes, module), ""
         except ValueError as error:
             return None, str(error)
 
@@ -189,7 +191,7 @@ class PlaneTransfer:
             staged, staged_reason = self._staged
             direct, direct_reason = self._direct
         if staged is None and direct is None:
-            _warn_once(
+            warn_once(
                 f"transfers on {self.device.type} run in plain torch: staged: {staged_reason}; direct: {direct_reason}"
             )
         return planner.Availability(staged is not None, direct is not None, staged_reason, direct_reason)

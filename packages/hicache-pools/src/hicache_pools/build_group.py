@@ -214,6 +214,8 @@ def layer_mapper(layer_num: int, layers: Sequence[int] | None = None) -> Callabl
 
 
 def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) -> list[_Plan]:
+    if not isinstance(device_pools, Mapping):
+        raise TypeError(f"device_pools is a {type(device_pools).__name__}; it must be a mapping from names to pools")
     if not device_pools:
         raise ValueError("device_pools is empty; a group has at least one pool")
     if page_size < 1:
@@ -263,6 +265,8 @@ def _plan(name: str, spec: PoolSpec, page_size: int) -> _Plan:
                 f"{', '.join(t.__name__ for t in HOST_POOL_TYPES)}, and others in a PoolSpec with host_pool_type"
             )
         host_pool_type = fits[0]
+    elif not isinstance(spec.device_pool, DevicePool):
+        raise TypeError(f"device_pools[{name!r}] is a {type(spec.device_pool).__name__}; it must be a DevicePool")
     page_size = host_pool_type.fixed_page_size or page_size
     for component in spec.device_pool.components:
         if page_size % component.slots_per_row:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from .fragmentation import Fragmentation, FragmentationReport, fragmentation_report, read_trace
+from hicache_kernels.command_line import CommandError, CommandGroup, check_output, check_plot, show, write_output
 
-app = typer.Typer(no_args_is_help=True)
+from .trace import read_trace
+
+if TYPE_CHECKING:
+    from .fragmentation import Fragmentation, FragmentationReport
+
+MAX_PAGES = 1 << 24
+
+app = typer.Typer(name="hicache-pools", cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -31,23 +37,35 @@ def fragmentation(
         list[int] | None, typer.Option(min=0, help="Blocks a node; 0 is one node a request. May be repeated.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the curves there, as PNG.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the curves into this picture.")] = None,
 ) -> None:
     """Replay a trace's allocations and compare pages per run: a FIFO free list, plain best fit, and extents."""
-    try:
-        report = fragmentation_report(
-            read_trace(trace, requests),
-            pool_blocks=pool_blocks,
-            pages_per_block=pages_per_block,
-            node_blocks=[blocks or None for blocks in ((0, 8) if node_blocks is None else node_blocks)],
+    if pool_blocks * pages_per_block > MAX_PAGES:
+        raise CommandError(
+            f"--pool-blocks is {pool_blocks} and --pages-per-block {pages_per_block}; "
+            f"accepted is a product of at most {MAX_PAGES}"
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if json_file is not None:
-        json_file.write_text(report.to_json() + "\n", encoding="utf-8")
+        check_output("--json", json_file, trace)
     if plot_file is not None:
-        plot(report, plot_file)
-    Console().print(_table(report))
+        check_plot(plot_file, "hicache-pools[cli]", trace)
+    try:
+        loaded = read_trace(trace, requests)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    from .fragmentation import fragmentation_report
+
+    report = fragmentation_report(
+        loaded,
+        pool_blocks=pool_blocks,
+        pages_per_block=pages_per_block,
+        node_blocks=[blocks or None for blocks in ((0, 8) if node_blocks is None else node_blocks)],
+    )
+    show(_table(report))
+    if json_file is not None:
+        write_output("--json", json_file, lambda path: path.write_text(report.to_json() + "\n", encoding="utf-8"))
+    if plot_file is not None:
+        write_output("--plot", plot_file, lambda path: plot(report, path))
 
 
 def plot(report: FragmentationReport, path: Path) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_kernels.checks import check_tensor
+
 from .checks import whole
 from .extent_index import MAX_PAGES, ExtentIndex, Run
 
@@ -178,8 +180,32 @@ class ExtentAllocator:
             Naming the first index that is out of range, not part of a whole page, free already, or given twice;
             or if ``indices`` is not a one-dimensional tensor of integers.
         """
-        slots = _integers("indices", indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else indices)
-        return self._give(self._whole_pages(slots), self._page_size) * self._page_size
+        return self._give(self._whole_pages(_slots(indices)), self._page_size) * self._page_size
+
+    def owned_pages(self, indices: torch.Tensor) -> PageArray:
+        """Return the pages of slots that somebody owns, and change nothing.
+
+        Parameters
+        ----------
+        indices
+            As :meth:`free` accepts them.
+
+        Returns
+        -------
+        numpy.ndarray
+            Page numbers, int64, in the order of ``indices``.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`free`, naming the first index that is out of range, not part of a whole page, free or given twice.
+        """
+        pages = self._whole_pages(_slots(indices))
+        if len(pages):
+            ordered = self._ordered(pages, self._page_size)
+            with self._lock:
+                self._check_taken(ordered, self._page_size)
+        return pages
 
     def free_pages(self, pages: npt.ArrayLike) -> int:
         """Give pages back, in any order.
@@ -267,8 +293,12 @@ class ExtentAllocator:
         if size == 1:
             return slots
         whole = len(slots) - len(slots) % size
+        first = slots[:whole:size]
+        # Where slots do not follow each other a page begins: one comparison a slot.
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        if whole == len(slots) and not ((first % size).any() or (breaks % size).any()):
+            return first // size
         table = slots[:whole].reshape(-1, size)
-        first = table[:, 0]
         wrong = (table - first[:, None] != np.arange(size)) | (first % size != 0)[:, None]
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
@@ -276,17 +306,29 @@ class ExtentAllocator:
                 f"index {table[row, column]} at position {row * size + column} is not slot {column} of a page whose "
                 f"{size} slots are given in order"
             )
-        if whole < len(slots):
-            raise ValueError(
-                f"index {slots[whole]} at position {whole} starts a page of which only {len(slots) - whole} of "
-                f"page_size={size} slots are given"
-            )
-        return first // size
+        raise ValueError(
+            f"index {slots[whole]} at position {whole} starts a page of which only {len(slots) - whole} of "
+            f"page_size={size} slots are given"
+        )
 
     def _give(self, pages: PageArray, unit: int) -> int:
         """Check all pages, then free them; ``unit`` is the number of indices a page in the caller's words."""
         if not len(pages):
             return 0
+        ordered = self._ordered(pages, unit)
+        cuts = np.flatnonzero(np.diff(ordered) != 1)
+        starts = [int(ordered[0]), *ordered[cuts + 1].tolist()]
+        ends = [*ordered[cuts].tolist(), int(ordered[-1])]
+        with self._lock:
+            self._check_taken(ordered, unit)
+            for start, end in zip(starts, ends, strict=True):
+                self._index.give(start, end - start + 1)
+            self._available += len(ordered)
+            self._frees += 1
+        return len(ordered)
+
+    def _ordered(self, pages: PageArray, unit: int) -> PageArray:
+        """Sort pages, at least one; ValueError where one is out of range or there twice."""
         # Compared, not subtracted: differences of foreign values may overflow.
         ordered = np.sort(pages) if (pages[1:] <= pages[:-1]).any() else pages
         if ordered[0] < 0 or ordered[-1] >= self._page_num:
@@ -295,24 +337,27 @@ class ExtentAllocator:
         steps = np.diff(ordered)
         if not steps.all():
             raise ValueError(f"index {ordered[np.argmin(steps)] * unit} is given more than once in one call")
-        cuts = np.flatnonzero(steps != 1)
-        starts = [int(ordered[0]), *ordered[cuts + 1].tolist()]
-        ends = [*ordered[cuts].tolist(), int(ordered[-1])]
-        with self._lock:
-            free = self._index.free[ordered]
-            if free.any():
-                raise ValueError(f"index {ordered[np.argmax(free)] * unit} is free already")
-            for start, end in zip(starts, ends, strict=True):
-                self._index.give(start, end - start + 1)
-            self._available += len(ordered)
-            self._frees += 1
-        return len(ordered)
+        return ordered
+
+    def _check_taken(self, pages: PageArray, unit: int) -> None:
+        """Raise ValueError where a page is free; with the lock held."""
+        free = self._index.free[pages]
+        if free.any():
+            raise ValueError(
+                f"index {pages[np.argmax(free)] * unit} is free already: it was given back, or never taken"
+            )
 
 
 def _numbers(runs: list[Run], size: int) -> PageArray:
     """Every number of the runs, at ``size`` numbers a page."""
     parts = [np.arange(start * size, (start + length) * size, dtype=np.int64) for start, length in runs]
     return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _slots(indices: Any) -> PageArray:
+    if isinstance(indices, torch.Tensor):
+        check_tensor("indices", indices, "one dimension of integers")
+    return _integers("indices", indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else indices)
 
 
 def _integers(name: str, values: Any) -> PageArray:

@@ -25,22 +25,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .extents import ExtentAllocator
+from .trace import TraceRequest
 
 PageArray = npt.NDArray[np.int64]
-
-
-class TraceRequest(NamedTuple):
-    """One request of a trace: its time in milliseconds and the ids of its prompt's blocks."""
-
-    timestamp: int
-    blocks: tuple[int, ...]
 
 
 class PageStrategy(Protocol):
@@ -277,36 +270,6 @@ class _Tree:
                 self.settle(node.parent)
         for node in passed:
             self.settle(node)
-
-
-def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read what a replay of allocations needs of a trace in the Mooncake format; other fields of a line are ignored.
-
-    Parameters
-    ----------
-    path
-        File whose lines are JSON objects with ``timestamp`` (ms) and ``hash_ids`` (one id a block).
-    limit
-        Most requests to read; None for all.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    ValueError
-        Naming the first line that is not such an object.
-    """
-    requests: list[TraceRequest] = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(requests) >= limit:
-                break
-            try:
-                record = json.loads(line)
-                requests.append(TraceRequest(int(record["timestamp"]), tuple(map(int, record["hash_ids"]))))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: no object with timestamp and hash_ids: {error!r}") from error
-    return requests
 
 
 def replay(

@@ -24,6 +24,8 @@ class GpuRuntime:
         self._register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._unregister = self._library[f"{prefix}HostUnregister"]
         self._unregister.argtypes = [ctypes.c_void_p]
+        self._device_pointer = self._library[f"{prefix}HostGetDevicePointer"]
+        self._device_pointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
         self._pci_bus_id = self._library[f"{prefix}DeviceGetPCIBusId"]
         self._pci_bus_id.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
         self._last_error = self._library[f"{prefix}GetLastError"]
@@ -39,6 +41,12 @@ class GpuRuntime:
     def unregister(self, address: int) -> int:
         """Unpin what was registered at ``address``; returns the runtime's error code."""
         return int(self._unregister(address))
+
+    def device_address(self, address: int) -> tuple[int, int]:
+        """Error code, and where kernels of the current device find what was registered at ``address``."""
+        found = ctypes.c_void_p()
+        code = int(self._device_pointer(ctypes.byref(found), address, 0))
+        return code, found.value or 0
 
     def clear_error(self) -> None:
         """Forget the pending error."""

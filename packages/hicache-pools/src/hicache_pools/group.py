@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hicache_kernels import Capabilities
+from hicache_kernels.checks import check_tensor
 
 from .group_slots import Side, SlotRequest, SlotTaker, give_slots
 from .pool_entry import REQUIRED_POOL_ATTRIBUTES, PoolEntry, check_device_callbacks, check_entry
@@ -45,6 +46,8 @@ class HostPoolGroup:
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
+        if not isinstance(entries, Iterable):
+            raise TypeError(f"entries is a {type(entries).__name__}; it must be a sequence of PoolEntry")
         members = tuple(entries)
         if not members:
             raise ValueError("entries is empty; a group has at least one pool")
@@ -146,36 +149,48 @@ class HostPoolGroup:
 
     # -- slots
 
-    def available_size(self, name: PoolName | str | None = None) -> int:
-        """Return the free slots of pool ``name``, the anchor's with None."""
-        return int(self.get_pool(name).available_size())
+    def available_size(self, pool: PoolName | str | None = None) -> int:
+        """Return the free slots of a pool, the anchor's with None."""
+        return int(self.get_pool(pool).available_size())
 
-    def alloc(self, n: int, name: PoolName | str | None = None) -> torch.Tensor | None:
-        """Take ``n`` host slots of pool ``name`` (the anchor's with None), reclaiming once if it is short.
+    def alloc(
+        self, n: int, pool: PoolName | str | None = None, *, reclaim: Callable[[int], object] | None = None
+    ) -> torch.Tensor | None:
+        """Take ``n`` host slots of a pool (the anchor's with None), reclaiming once if it is short.
+
+        Parameters
+        ----------
+        n
+            Slots, whole pages of the pool.
+        pool
+            Its name.
+        reclaim
+            Called with ``n`` in place of the entry's ``host_evict_fn``; it makes room for all of them.
 
         Returns
         -------
         torch.Tensor or None
             int64 CPU indices ``[n]`` owned by the caller; None where there is no room, and nothing was taken.
         """
-        taken = self._slots.take([SlotRequest(self.get_entry(name), n)], "host")
+        taken = self._slots.take([SlotRequest(self.get_entry(pool), n, reclaim)], "host")
         return None if taken is None else taken[0]
 
-    def free(self, indices: torch.Tensor, name: PoolName | str | None = None) -> int:
-        """Give host slots of pool ``name`` (the anchor's with None) back; returns how many."""
-        return int(self.get_pool(name).free(indices))
+    def free(self, indices: torch.Tensor, pool: PoolName | str | None = None) -> int:
+        """Give host slots of a pool (the anchor's with None) back; returns how many."""
+        return int(self.get_pool(pool).free(indices))
 
-    def alloc_device(self, n: int, name: PoolName | str | None = None) -> torch.Tensor | None:
+    def alloc_device(self, n: int, pool: PoolName | str | None = None) -> torch.Tensor | None:
         """Take ``n`` device slots through the entry's ``device_alloc_fn``, reclaiming once if it is short."""
-        request = SlotRequest(self.get_entry(name), n)
+        request = SlotRequest(self.get_entry(pool), n)
         check_device_callbacks(request.entry)
         taken = self._slots.take([request], "device")
         return None if taken is None else taken[0]
 
-    def free_device(self, indices: torch.Tensor, name: PoolName | str | None = None) -> None:
+    def free_device(self, indices: torch.Tensor, pool: PoolName | str | None = None) -> None:
         """Give device slots back through the entry's ``device_free_fn``."""
-        entry = self.get_entry(name)
+        entry = self.get_entry(pool)
         check_device_callbacks(entry)
+        check_tensor("indices", indices)
         give_slots(entry, indices, "device")
 
     def clear(self) -> None:
@@ -220,8 +235,8 @@ class HostPoolGroup:
         Returns
         -------
         list of PoolTransfer or None
-            The same transfers in the same order; None where some pool has no room even after reclaim, with every slot
-            given back and every transfer as it was.
+            The same transfers in the same order. None where there are none, and where some pool has no room even after
+            reclaim, with every slot given back and every transfer as it was.
 
         Raises
         ------
@@ -233,7 +248,7 @@ class HostPoolGroup:
         RuntimeError
             A reclaim callback resolved these very transfers; they are as it left them.
         """
-        return self._resolve(transfers or (), "host", primary_host_indices, primary_device_indices)
+        return self._resolve(transfers, "host", primary_host_indices, primary_device_indices) if transfers else None
 
     def resolve_device_transfers(
         self,
@@ -243,7 +258,7 @@ class HostPoolGroup:
         primary_host_indices: torch.Tensor | None = None,
     ) -> list[PoolTransfer] | None:
         """Give every transfer that has none its device slots; otherwise as :meth:`resolve_host_transfers`."""
-        return self._resolve(transfers or (), "device", primary_host_indices, primary_device_indices)
+        return self._resolve(transfers, "device", primary_host_indices, primary_device_indices) if transfers else None
 
     def release_transfers(self, transfers: Sequence[PoolTransfer] | None) -> int:
         """Give back what a group filled in, and leave the transfers as they were before.
@@ -258,6 +273,7 @@ class HostPoolGroup:
         """
         released = 0
         errors: list[Exception] = []
+        _check_transfers(transfers or ())
         pairs = [(transfer, self.get_entry(transfer.name)) for transfer in transfers or ()]
         for transfer, entry in pairs:
             for side in ("host", "device"):
@@ -290,6 +306,13 @@ class HostPoolGroup:
         primary_host_indices: torch.Tensor | None,
         primary_device_indices: torch.Tensor | None,
     ) -> list[PoolTransfer] | None:
+        _check_transfers(transfers)
+        for name, indices in (
+            ("primary_host_indices", primary_host_indices),
+            ("primary_device_indices", primary_device_indices),
+        ):
+            if indices is not None:
+                check_tensor(name, indices)
         if len({id(transfer) for transfer in transfers}) < len(transfers):
             raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)
@@ -365,6 +388,16 @@ class HostPoolGroup:
         raise ValueError(
             f"transfer {transfer.name!s} has none of host_indices, device_indices, keys and indices_from_pool; give one"
         )
+
+
+def _check_transfers(transfers: Sequence[PoolTransfer]) -> None:
+    for number, transfer in enumerate(transfers):
+        if not isinstance(transfer, PoolTransfer):
+            raise TypeError(f"transfers[{number}] is a {type(transfer).__name__}; it must be a PoolTransfer")
+        for side in ("host", "device"):
+            indices = _indices(transfer, side)
+            if indices is not None:
+                check_tensor(f"{side}_indices of transfer {transfer.name!s}", indices)
 
 
 def _indices(transfer: PoolTransfer, side: Side) -> torch.Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ Side = Literal["host", "device"]
 
 
 class SlotRequest(NamedTuple):
-    """Slots wanted of one pool."""
+    """Slots wanted of one pool, and whom to ask in place of the entry's callback where it is short."""
 
     entry: PoolEntry
     slots: int
+    reclaim: Callable[[int], object] | None = None
 
 
 class SlotTaker:
@@ -44,8 +45,7 @@ class SlotTaker:
             if outcome.name in asked:
                 return None
             asked.add(outcome.name)
-            needed = sum(request.slots for request in requests if request.entry is outcome)
-            if not self._reclaim(outcome, side, needed):
+            if not self._reclaim([request for request in requests if request.entry is outcome], side):
                 return None
 
     def _try_take(self, requests: Sequence[SlotRequest], side: Side) -> list[torch.Tensor] | PoolEntry:
@@ -55,14 +55,16 @@ class SlotTaker:
         with self._lock:
             return _take_each(requests, side)
 
-    def _reclaim(self, entry: PoolEntry, side: Side, needed: int) -> bool:
-        """Call the entry's callback; False where there is none, or where this thread is inside it already."""
-        callback = entry.host_evict_fn if side == "host" else entry.device_evict_fn
+    def _reclaim(self, requests: Sequence[SlotRequest], side: Side) -> bool:
+        """Call one pool's callback; False where there is none, or where this thread is inside it already."""
+        entry, reclaim = requests[0].entry, requests[0].reclaim
+        needed = sum(request.slots for request in requests)
+        callback = reclaim or (entry.host_evict_fn if side == "host" else entry.device_evict_fn)
         running: set[tuple[str, Side]] = self._thread.__dict__.setdefault("running", set())
         key = (str(entry.name), side)
         if callback is None or key in running:
             return False
-        if side == "host":
+        if side == "host" and reclaim is None:
             needed = max(needed - int(entry.host_pool.available_size()), int(entry.host_pool.page_size))
         running.add(key)
         try:
@@ -96,11 +98,11 @@ def _take_each(requests: Sequence[SlotRequest], side: Side) -> list[torch.Tensor
     """Take all slots, or give back those taken and return the entry that was short (or raise what it raised)."""
     taken: list[torch.Tensor] = []
     try:
-        for entry, slots in requests:
-            indices = _take_slots(entry, slots, side)
+        for request in requests:
+            indices = _take_slots(request.entry, request.slots, side)
             if indices is None:
                 _give_back(requests, taken, side)
-                return entry
+                return request.entry
             taken.append(indices)
     except BaseException:
         _give_back(requests, taken, side)

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_kernels.host_ranges import HostRange, remove_host_ranges
+
 from .checks import one_of
 from .gpu_runtime import GpuRuntime
 from .memory_budget import HostMemoryBudget
@@ -70,7 +72,7 @@ class _Memory:
     nbytes: int
     shared: SharedFile | None = None
     runtime: HostRuntime | None = None
-    registered: tuple[int, ...] = ()
+    registered: tuple[HostRange, ...] = ()
     device: torch.device | None = None
     drain: Callable[[], None] | None = None
     process: int = field(default_factory=os.getpid)
@@ -94,6 +96,7 @@ class _Memory:
         """Unregister, then free; views that are still alive then read zeros, they never fault."""
         if self.runtime is not None and not self.forked:
             unregister_chunks(self.runtime, self.registered)
+        remove_host_ranges(self.registered)
         self.registered = ()
         if self.shared is None:
             # Unmapping has to wait for the last view, the memory itself does not.
@@ -107,6 +110,7 @@ class _Memory:
     def finish(self) -> None:
         """Last resort, when every view is gone or the interpreter ends: like close, but never raises."""
         if self.forked:
+            remove_host_ranges(self.registered)
             return
         try:
             self.wait()
@@ -133,6 +137,9 @@ class HostBuffer:
         Size.
     boundaries
         Byte offsets at which one registration ends and the next begins; no copy may span one.
+    ranges
+        Host address, bytes and device address of each registration; none where the memory is not pinned. Transfers know
+        them: kernels reach the memory through the one address, copies and the CPU through the other.
     pinned, reason
         Whether the memory is page-locked for a GPU, and why, or why not.
     numa_node
@@ -152,6 +159,7 @@ class HostBuffer:
     ) -> None:
         self.nbytes = memory.nbytes
         self.boundaries = boundaries
+        self.ranges = memory.registered
         self.pinned = bool(memory.registered)
         self.reason = reason
         self.numa_node = numa_node
@@ -194,6 +202,7 @@ class HostBuffer:
             self._finalizer.detach()
             self._tensor = None
             self.pinned = False
+            self.ranges = ()
             self.reason = "closed"
             self._memory.unpin_and_free()
 
@@ -272,9 +281,10 @@ def allocate_host_buffer(
         raise ValueError(f"nbytes is {nbytes}; a host buffer has at least one byte")
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; at least one has to touch the memory")
+    # First, as finding the boundaries takes the longer the more there are.
+    (budget or HostMemoryBudget()).check(nbytes)
     boundaries = _boundaries(nbytes, page_bytes, chunk_bytes)
     runtime, reason = _runtime(pin, device, runtime)
-    (budget or HostMemoryBudget()).check(nbytes)
     memory = _map(nbytes, allocator_type, huge_pages)
     return _finish(memory, boundaries, runtime, reason, device, huge_pages, numa_node, threads or _threads(), drain)
 

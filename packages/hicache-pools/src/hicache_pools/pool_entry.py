@@ -23,6 +23,7 @@ REQUIRED_POOL_ATTRIBUTES = (
     "layer_num",
     "layout",
     "load_to_device_per_layer",
+    "owned_pages",
     "page_size",
     "size",
 )
@@ -68,7 +69,9 @@ class PoolEntry:
 
 
 def check_entry(entry: PoolEntry, names: set[str]) -> None:
-    """Raise where the name is taken or the host pool lacks an attribute."""
+    """Raise where it is not a PoolEntry, its name is taken or its host pool lacks an attribute."""
+    if not isinstance(entry, PoolEntry):
+        raise TypeError(f"entry is a {type(entry).__name__}; a group takes PoolEntry")
     if entry.name in names:
         raise ValueError(f"entry {entry.name!s} is there already; names are unique within a group")
     missing = [name for name in REQUIRED_POOL_ATTRIBUTES if not hasattr(entry.host_pool, name)]

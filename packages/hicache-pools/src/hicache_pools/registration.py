@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from hicache_kernels.host_ranges import HostRange, add_host_ranges, remove_host_ranges
+
 logger = logging.getLogger(__name__)
 
 
@@ -28,6 +30,9 @@ class HostRuntime(Protocol):
 
     def unregister(self, address: int) -> int:
         """Unpin what was registered at ``address``; returns the runtime's error code."""
+
+    def device_address(self, address: int) -> tuple[int, int]:
+        """Error code, and where kernels find what was registered at ``address``, often at the same address."""
 
     def clear_error(self) -> None:
         """Forget the pending error, which the next unrelated call of anybody would otherwise report."""
@@ -119,26 +124,31 @@ def _last_cut(segments: Sequence[Segment], low: int, high: int, alignment: int) 
     return best
 
 
-def register_chunks(runtime: HostRuntime, address: int, nbytes: int, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Pin ``nbytes`` bytes at ``address``, cut at ``boundaries``.
+def register_chunks(
+    runtime: HostRuntime, address: int, nbytes: int, boundaries: Sequence[int]
+) -> tuple[HostRange, ...]:
+    """Pin ``nbytes`` bytes at ``address``, cut at ``boundaries``, and have transfers know the chunks' device addresses.
 
     Returns
     -------
-    tuple of int
-        Addresses for :func:`unregister_chunks`.
+    tuple of HostRange
+        The chunks, for :func:`unregister_chunks`.
 
     Raises
     ------
     HostRegistrationError
-        A chunk was refused. Those before it have been unpinned and the pending error is cleared.
+        A chunk was refused, or has no device address. Nothing stays pinned, and the pending error is cleared.
     """
     starts = (0, *boundaries)
     ends = (*boundaries, nbytes)
-    registered: list[int] = []
-    code = 0
+    registered: list[HostRange] = []
     try:
         for chunk, (start, end) in enumerate(zip(starts, ends, strict=True)):
             code = runtime.register(address + start, end - start)
+            device_address = address + start
+            if not code:
+                registered.append(HostRange(address + start, end - start, device_address))
+                code, device_address = runtime.device_address(address + start)
             if code:
                 runtime.clear_error()
                 raise HostRegistrationError(
@@ -148,17 +158,19 @@ def register_chunks(runtime: HostRuntime, address: int, nbytes: int, boundaries:
                     chunk=chunk,
                     chunks=len(starts),
                 )
-            registered.append(address + start)
+            registered[-1] = HostRange(address + start, end - start, device_address)
+        add_host_ranges(registered)
     except BaseException:
         unregister_chunks(runtime, registered)
         raise
     return tuple(registered)
 
 
-def unregister_chunks(runtime: HostRuntime, addresses: Sequence[int]) -> None:
+def unregister_chunks(runtime: HostRuntime, chunks: Sequence[HostRange]) -> None:
     """Unpin, last first; a refusal is logged, leaves no pending error, and does not stop the others."""
-    for address in reversed(addresses):
-        code = runtime.unregister(address)
+    remove_host_ranges(chunks)
+    for chunk in reversed(chunks):
+        code = runtime.unregister(chunk.address)
         if code:
             runtime.clear_error()
-            logger.warning("unpinning the host memory at %#x failed with %s", address, runtime.describe(code))
+            logger.warning("unpinning the host memory at %#x failed with %s", chunk.address, runtime.describe(code))

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
 
-from .engine import TIERS, BenchError, EngineBench, EngineOptions
+from hicache_kernels.command_line import (
+    FAILED,
+    CommandError,
+    check_device,
+    check_output,
+    check_plot,
+    errors,
+    find_device,
+    first_line,
+    output,
+    terminated_like_interrupted,
+    write_output,
+)
+
 from .models import PRESETS, shape_of
-from .report import make_report, plot, show
+from .options import DTYPES, TIERS, EngineOptions
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the cache under a model.")
-
-PICTURES = (".png", ".pdf", ".svg")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_output = Console()
-_errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @bench_app.callback()
 def _bench() -> None:
     """Measure the cache under a model."""
-
-
-def _stop(message: str, code: int = 2) -> NoReturn:
-    _errors.print(f"error: {message}", markup=False)
-    raise typer.Exit(code)
 
 
 @bench_app.command()
@@ -55,7 +55,7 @@ def engine(
     kv_heads: Annotated[int | None, typer.Option(help="Other key and value heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Other values a head.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; by default bfloat16 on a GPU.")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = "",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,
     storage_dir: Annotated[
         Path | None, typer.Option(help="Directory for L3, whose pages are removed again; by default a temporary one.")
     ] = None,
@@ -69,29 +69,24 @@ def engine(
     that is left to compute with the whole prefix in L1. All are medians of one run, and every tier must give the very
     same logits.
     """
-    if plot_file is not None and plot_file.suffix not in PICTURES:
-        _stop(f"--plot is {plot_file}; a name that ends with one of {', '.join(PICTURES)} is expected")
-    for option, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None:
-            _check_writable(option, file)
-    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gpu = where.type != "cpu"
-    kind = dtype or ("bfloat16" if gpu else "float32")
-    if kind not in DTYPES:
-        _stop(f"--dtype is {dtype!r}; accepted are {', '.join(DTYPES)}")
-    name = model or ("1b" if gpu else "tiny")
-    default = "512,1024,2048" if name == "tiny" else "2048,4096,8192,16384,32768"
-    try:
-        lengths = tuple(int(length) for length in (prompts or default).split(","))
-    except ValueError:
-        _stop(f"--prompts is {prompts!r}; whole numbers with commas between are expected")
-    with _one_line_errors(), _errors.status("starting") as status:
+    check_device(device)
+    if json_file is not None:
+        check_output("--json", json_file)
+    if plot_file is not None:
+        check_plot(plot_file, "hicache-controller[plot]")
+    if find_spec("transformers") is None:
+        raise CommandError("models come from transformers: install hicache-controller[transformers]")
+
+    def options_on(device: str) -> EngineOptions:
+        small = device == "cpu"
+        name = model or ("tiny" if small else "1b")
         shape = shape_of(name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        options = EngineOptions(
+        default = "512,1024,2048" if name == "tiny" else "2048,4096,8192,16384,32768"
+        return EngineOptions(
             shape,
-            DTYPES[kind],
-            where,
-            lengths,
+            dtype or ("float32" if small else "bfloat16"),
+            device,
+            _lengths(prompts or default),
             tail=tail,
             tiers=tuple(tier for tier in tiers.split(",") if tier),
             page_size=page_size,
@@ -100,50 +95,60 @@ def engine(
             storage=storage_dir,
             storage_threads=storage_threads,
         )
+
+    try:
+        _check_for_any(options_on, (device,) if device else ("cpu", "cuda"))
+        options = options_on(find_device(device))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    from .report import make_report, plot, show
+
+    with _one_line_errors(storage_dir), terminated_like_interrupted(), errors.status("starting") as status:
+        from .engine import EngineBench
+
         update: Callable[[str], None] = status.update
         with EngineBench(options) as bench:
             report = make_report(options, bench.cache.page_size, bench.run(update))
-    show(report, _output)
-    with _one_line_errors():
-        if json_file is not None:
-            json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-        if plot_file is not None:
-            plot(report, plot_file)
+    show(report, output)
+    if json_file is not None:
+        write_output("--json", json_file, lambda path: path.write_text(json.dumps(report.as_json(), indent=1) + "\n"))
+    if plot_file is not None:
+        write_output("--plot", plot_file, lambda path: plot(report, path))
 
 
-def _device(name: str) -> torch.device:
-    """Return a device that a model can run on here."""
-    accepted = "accepted are cpu and cuda, or cuda:1 and so on for another GPU"
+def _check_for_any(options_on: Callable[[str], EngineOptions], devices: Sequence[str]) -> None:
+    """Raise ValueError where there is no device that the options could work on; without torch."""
+    faults = []
+    for device in devices:
+        try:
+            options_on(device)
+        except ValueError as error:
+            faults.append(error)
+    if len(faults) == len(devices):
+        raise faults[0]
+
+
+def _lengths(text: str) -> tuple[int, ...]:
     try:
-        where = torch.device(name)
-    except RuntimeError:
-        _stop(f"--device is {name!r}; {accepted}")
-    if where.type not in ("cpu", "cuda"):
-        _stop(f"--device is {name!r}; {accepted}")
-    gpus = torch.cuda.device_count()
-    if where.type == "cuda" and (where.index or 0) >= gpus:
-        _stop(f"--device is {name!r}, and torch sees {gpus} GPUs here")
-    return where
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Stop before anything is measured where the result could not be written; makes the directory."""
-    if file.is_dir():
-        _stop(f"{option} is {file}, a directory; the name of a file is expected")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _stop(f"{option} is {file}, which cannot be written: {error.filename}: {error.strerror}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        _stop(f"{option} is {file}, which cannot be written: permission denied")
+        return tuple(int(length) for length in text.split(","))
+    except ValueError:
+        raise CommandError(f"--prompts is {text!r}; whole numbers with commas between are expected") from None
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def _one_line_errors(storage: Path | None) -> Iterator[None]:
     """Say in one line what cannot work."""
+    import torch
+
+    from .engine import BenchError
+
     try:
         yield
-    except (ValueError, ModuleNotFoundError, MemoryError, OSError, torch.OutOfMemoryError) as error:
-        _stop(str(error).splitlines()[0])
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"{error.filename or storage or 'storage'}: {error.strerror or error}") from None
+    except (ValueError, torch.OutOfMemoryError) as error:
+        raise CommandError(first_line(error)) from None
     except BenchError as error:
-        _stop(str(error), 1)
+        raise CommandError(str(error), FAILED) from None

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from hicache_pools import HostMemoryBudget
+
+from ..capacity_geometry import ELEMENT_BYTES
 from ..storage import Fingerprint
 from ..storage.file import FileStorage
-from .models import ModelShape, random_model
-
-TIERS = ("l1", "l2", "l3")
+from .models import random_model
+from .options import EngineOptions
 
 _SLOW_SECONDS = 2.0
 _ROOM = 1.1  # of the tiers, over the bytes of the longest prompt
@@ -32,54 +34,6 @@ class BenchError(RuntimeError):
 
 class _KeepNothingError(Exception):
     """Leaves a session without publishing, so that every repetition finds the same."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What to measure.
-
-    Attributes
-    ----------
-    shape, dtype, device
-        The model's.
-    prompts
-        Lengths of prompts in tokens, tail included.
-    tail
-        Tokens behind the cached prefix, which are computed in every case; more where the prefix ends inside a page.
-    tiers
-        Some of :data:`TIERS`. L1, the time that is left to compute, is measured with any of them.
-    page_size
-        Tokens a page; None for what the integration takes.
-    repeats
-        Measured repetitions, of which the median counts.
-    chunk
-        Most tokens one forward pass of a re-prefill computes; None for no limit.
-    storage, storage_threads
-        Directory for L3; None for a temporary one. Threads that move its pages; None for the storage's default.
-    """
-
-    shape: ModelShape
-    dtype: torch.dtype
-    device: torch.device
-    prompts: tuple[int, ...]
-    tail: int = 64
-    tiers: tuple[str, ...] = TIERS
-    page_size: int | None = None
-    repeats: int = 5
-    chunk: int | None = None
-    storage: Path | None = None
-    storage_threads: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tail", "repeats", "page_size", "chunk", "storage_threads"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
-        if not self.prompts:
-            raise ValueError("prompts is empty; at least one length is needed")
-        unknown = [tier for tier in self.tiers if tier not in TIERS]
-        if unknown:
-            raise ValueError(f"tiers has {unknown[0]!r}; accepted are {', '.join(TIERS)}")
 
 
 @dataclass(frozen=True)
@@ -177,7 +131,7 @@ class EngineBench:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.device = options.device
+        self.device = torch.device(options.device)
         self._exit = contextlib.ExitStack()
         try:
             self._build()
@@ -187,8 +141,11 @@ class EngineBench:
 
     def _build(self) -> None:
         options = self.options
+        room = max(_ROOM * max(options.prompts) * options.token_bytes, _LEAST_BYTES)
+        on_device = room + options.shape.parameters * ELEMENT_BYTES[options.dtype]
+        HostMemoryBudget().check(int(room + (on_device if self.device.type == "cpu" else 0)))
         self.model = random_model(
-            options.shape, positions=max(options.prompts), dtype=options.dtype, device=options.device
+            options.shape, positions=max(options.prompts), dtype=vars(torch)[options.dtype], device=self.device
         )
         from ..integrations.transformers import HiCache
         from ..integrations.transformers.model_layout import cache_argument
@@ -202,13 +159,12 @@ class EngineBench:
             self.storage = FileStorage(directory, fingerprint=fingerprint, threads=options.storage_threads)
             return self.storage
 
-        room = max(_ROOM * max(options.prompts) * options.shape.token_bytes(options.dtype), _LEAST_BYTES) / 1e9
         self.cache: Any = self._exit.enter_context(
             HiCache.for_model(
                 self.model,
                 model_id="hicache-bench",
-                l1_gb=room,
-                l2_gb=room,
+                l1_gb=room / 1e9,
+                l2_gb=room / 1e9,
                 storage=open_storage if "l3" in options.tiers else None,
                 page_size=options.page_size,
             )

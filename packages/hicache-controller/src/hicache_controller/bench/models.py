@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST = {"layers": 4096, "vocabulary": 1 << 24}
+_LARGEST_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value <= 0:
-                raise ValueError(f"{field.name} is {value}; it must be positive")
+            largest = _LARGEST.get(field.name, _LARGEST_WIDTH)
+            if not 0 < value <= largest:
+                raise ValueError(f"{field.name} is {value}; accepted is 1 to {largest}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}, no multiple of kv_heads {self.kv_heads}")
         if self.head_dim % 2:
@@ -47,9 +52,10 @@ class ModelShape:
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocabulary * self.hidden
 
-    def token_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a token's keys and values in all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * dtype.itemsize
+    @property
+    def token_values(self) -> int:
+        """Keys and values of a token, in all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim
 
 
 PRESETS = {
@@ -91,6 +97,8 @@ def random_model(shape: ModelShape, *, positions: int, dtype: torch.dtype, devic
     ModuleNotFoundError
         Where transformers is missing.
     """
+    import torch
+
     try:
         from transformers import AutoModelForCausalLM, LlamaConfig
     except ModuleNotFoundError as error:

@@ -14,8 +14,9 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from .engine import EngineOptions, PromptTimes
+from .engine import PromptTimes
 from .models import count
+from .options import EngineOptions
 
 
 class Target(NamedTuple):
@@ -91,7 +92,7 @@ class EngineReport:
 
 def make_report(options: EngineOptions, page_size: int, times: Sequence[PromptTimes]) -> EngineReport:
     """Put figures together with where and how they were measured."""
-    gpu = options.device.type != "cpu"
+    gpu = options.device != "cpu"
     environment = {
         "device": torch.cuda.get_device_name(options.device) if gpu else platform.processor() or platform.machine(),
         "torch": torch.__version__,
@@ -100,12 +101,10 @@ def make_report(options: EngineOptions, page_size: int, times: Sequence[PromptTi
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     plain = dataclasses.asdict(options) | {
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "device": str(options.device),
         "storage": None if options.storage is None else str(options.storage),
         "page_size": page_size,
         "parameters": options.shape.parameters,
-        "token_bytes": options.shape.token_bytes(options.dtype),
+        "token_bytes": options.token_bytes,
     }
     return EngineReport(environment, plain, tuple(times))
 

@@ -14,11 +14,18 @@ module           holds
 ===============  ======================================================================
 """
 
+from typing import TYPE_CHECKING
+
 from .options import STORAGES, ReplayError, ReplayOptions
 from .plans import POOLS
-from .results import PathCounts, PoolCounts, ReplayReport
-from .rows import VerificationError
-from .runner import Replay
+from .results import PathCounts, PoolCounts, ReplayReport, VerificationError
+
+if TYPE_CHECKING:
+    from .runner import Replay
+else:
+    from hicache_kernels.lazy_names import names_from
+
+    __getattr__ = names_from(__name__, "runner")
 
 __all__ = [
     "POOLS",

@@ -149,7 +149,7 @@ def _allocate(plan: PoolPlan, pages: int, device: torch.device) -> dict[str, lis
     slots = pages * plan.page_size
     return {
         buffer.name: [
-            torch.zeros((slots // buffer.slots_per_row, *buffer.shape), dtype=buffer.dtype, device=device)
+            torch.zeros((slots // buffer.slots_per_row, *buffer.shape), dtype=vars(torch)[buffer.dtype], device=device)
             for _ in range(plan.layer_num)
         ]
         for buffer in plan.buffers

@@ -6,28 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from hicache_pools.memory_budget import HostMemoryBudget
 
-from ..radix import WritePolicy
-from ..storage_worker import PrefetchPolicy
+from ..mooncake_module import import_mooncake
+from ..policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
 from ..trace import TraceRequest
-from .plans import POOLS, Geometry, PoolPlan, model_pools
+from .plans import Geometry, PoolPlan, model_pools
 
 STORAGES = ("file", "memory", "mooncake")
 
 _LARGEST = {
-    "layers": 4096,
-    "row_bytes": 1 << 20,
-    "page_size": 1 << 20,
-    "block_tokens": 1 << 30,
+    "block_tokens": 1 << 20,
     "l1_pages": (1 << 31) - 1,
     "l2_pages": (1 << 31) - 1,
-    "window_tokens": 1 << 30,
     "checkpoint_blocks": 1 << 30,
 }
 _LARGEST_CHECKPOINTS = 1 << 24
+_LARGEST_BYTES = 1 << 60
+_MOST_TOKENS = 1 << 26
+"""Of one request: all of them are hashed at once."""
 
 _FEWEST_WINDOWS = 4
 """Windows a pool must hold: the match's, the next checkpoint's, and as many that are still being written."""
@@ -78,6 +75,8 @@ class ReplayOptions:
         Memory that this process adds to the store, for as long as it lives; 0 where others give it.
     prefetch_policy
         How long a request waits for its pages from storage.
+    eviction
+        Name of the strategy that says what leaves a tier first, as of the tree.
     """
 
     device: str = "cpu"
@@ -100,26 +99,43 @@ class ReplayOptions:
     checkpoint_blocks: int = 1
     l1_checkpoints: int | None = None
     l2_checkpoints: int | None = None
+    eviction: str = "lru"
 
     def check(self, requests: Sequence[TraceRequest]) -> None:
-        """Raise ReplayError for the first option that cannot work with these requests."""
-        self._check_numbers()
-        if self.storage not in STORAGES:
-            raise ReplayError(f"storage is {self.storage!r}; one of {', '.join(STORAGES)} is expected")
-        if self.device.split(":")[0] not in ("cpu", "cuda"):
-            raise ReplayError(f"device is {self.device!r}; cpu or cuda is expected")
-        if self.device != "cpu" and not torch.cuda.is_available():
-            raise ReplayError(f"device is {self.device}, and torch finds no such device on this machine")
+        """Raise ReplayError for the first option that cannot work with these requests on this machine."""
+        self.check_sizes(requests)
+        if self.device != "cpu":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise ReplayError(f"device is {self.device}, and torch finds no such device on this machine")
+        self._check_memory(device_pages=self.device == "cpu")
+
+    def check_sizes(self, requests: Sequence[TraceRequest]) -> None:
+        """Raise ReplayError for the first option that can work on no device, and do not import torch for that."""
         try:
             plans = self.plans
         except ValueError as error:
             raise ReplayError(str(error)) from None
-        if self.data:
-            try:
-                HostMemoryBudget().check(self._host_bytes(plans))
-            except MemoryError as error:
-                raise ReplayError(str(error)) from None
+        self._check_numbers()
+        if self.storage not in STORAGES:
+            raise ReplayError(f"storage is {self.storage!r}; one of {', '.join(STORAGES)} is expected")
+        if self.eviction not in EVICTION_STRATEGIES:
+            raise ReplayError(f"eviction is {self.eviction!r}; one of {', '.join(EVICTION_STRATEGIES)} is expected")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ReplayError(f"device is {self.device!r}; cpu or cuda is expected")
         self._check_room(requests, plans)
+        self._check_memory(device_pages=False)
+        if self.uses_mooncake:
+            try:
+                import_mooncake()
+            except ImportError as error:
+                raise ReplayError(str(error)) from None
+
+    @property
+    def uses_mooncake(self) -> bool:
+        """Whether pages go to a Mooncake store."""
+        return self.data and self.storage == "mooncake" and self.l3_bytes != 0
 
     def _check_numbers(self) -> None:
         for name in _LARGEST:
@@ -130,19 +146,37 @@ class ReplayOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value <= _LARGEST_CHECKPOINTS:
                 raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST_CHECKPOINTS}")
-        if self.pool not in POOLS:
-            raise ReplayError(f"pool is {self.pool!r}; one of {', '.join(POOLS)} is expected")
         if self.row_bytes % 4:
             raise ReplayError(f"row_bytes is {self.row_bytes}; a multiple of 4 is expected")
         if self.block_tokens % self.page_size:
             raise ReplayError(f"block_tokens is {self.block_tokens}, no multiple of page_size {self.page_size}")
-        if self.l3_bytes is not None and self.l3_bytes < 0:
-            raise ReplayError(f"l3_bytes is {self.l3_bytes}; 0 (no storage) or more is expected")
-        if self.mooncake_segment_bytes < 0:
-            raise ReplayError(f"mooncake_segment_bytes is {self.mooncake_segment_bytes}; 0 or more is expected")
+        for name in ("l3_bytes", "mooncake_segment_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= _LARGEST_BYTES:
+                raise ReplayError(f"{name} is {value}; accepted is 0 (none) to {_LARGEST_BYTES}")
+        if self.uses_mooncake and ":" not in self.mooncake_master:
+            raise ReplayError(f"mooncake_master is {self.mooncake_master!r}; host:port is expected")
+
+    def _check_memory(self, *, device_pages: bool) -> None:
+        if not self.data:
+            return
+        total = self.mooncake_segment_bytes if self.uses_mooncake else 0
+        for plan in self.plans:
+            device, host = self.pool_pages(plan)
+            total += plan.page_bytes * (host + (device if device_pages else 0))
+        try:
+            HostMemoryBudget().check(total)
+        except MemoryError as error:
+            raise ReplayError(str(error)) from None
 
     def _check_room(self, requests: Sequence[TraceRequest], plans: Sequence[PoolPlan]) -> None:
-        largest = max(len(request.blocks) for request in requests) * self.pages_per_block
+        blocks = max(len(request.blocks) for request in requests)
+        if blocks * self.block_tokens > _MOST_TOKENS:
+            raise ReplayError(
+                f"block_tokens is {self.block_tokens}; the largest request of the trace has {blocks} blocks, and at "
+                f"most {_MOST_TOKENS} tokens are accepted"
+            )
+        largest = blocks * self.pages_per_block
         for name, tier in (("l1_pages", "device"), ("l2_pages", "host")):
             if getattr(self, name) < largest:
                 raise ReplayError(
@@ -155,13 +189,6 @@ class ReplayOptions:
                     raise ReplayError(
                         f"{name} is {getattr(self, name)}, which gives {plan.name} {pages} pages; it needs {fewest}"
                     )
-
-    def _host_bytes(self, plans: Sequence[PoolPlan]) -> int:
-        total = 0
-        for plan in plans:
-            device, host = self.pool_pages(plan)
-            total += plan.page_bytes * (host + (device if self.device == "cpu" else 0))
-        return total
 
     @property
     def plans(self) -> tuple[PoolPlan, ...]:

@@ -6,27 +6,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
+import hicache_pools
+from hicache_pools.pool_transfer import PoolName
 
-from hicache_pools import (
-    DeepSeekV4PagedPool,
-    DeepSeekV4StatePool,
-    DevicePool,
-    DSATokenToKVPool,
-    MambaPool,
-    MHATokenToKVPool,
-    MLATokenToKVPool,
-    PoolName,
-)
+from ..capacity_geometry import ELEMENT_BYTES
 
-Tensors: TypeAlias = Mapping[str, list[torch.Tensor]]
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "Mapping[str, list[torch.Tensor]]"
 """One tensor a layer, by the name of the buffer family."""
 
 _STATE_ROWS = 16
 _CONVOLUTION_TAPS = 4
 _C4, _C128 = 4, 128
+_LARGEST = {"layers": 4096, "row_bytes": 1 << 20, "page_size": 1 << 20, "window_tokens": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -38,21 +34,21 @@ class BufferPlan:
     name
         As the device pool calls it.
     shape, dtype
-        Of a row, what one layer keeps for ``slots_per_row`` slots.
+        Of a row, what one layer keeps for ``slots_per_row`` slots; the type by torch's name of it.
     host_pool
         The host pool that mirrors it, where that is not the pool's own.
     """
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.uint8
+    dtype: str = "uint8"
     slots_per_row: int = 1
     host_pool: PoolName | None = None
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class PoolPlan:
     """
 
     name: PoolName
-    describe: Callable[[Tensors, int], DevicePool]
+    describe: Callable[[Tensors, int], hicache_pools.DevicePool]
     buffers: tuple[BufferPlan, ...]
     layers: tuple[int, ...]
     page_size: int
@@ -133,7 +129,9 @@ def _row(name: str, geometry: Geometry) -> BufferPlan:
 def _attention(geometry: Geometry, layers: tuple[int, ...], name: PoolName = PoolName.KV) -> PoolPlan:
     return PoolPlan(
         name,
-        lambda tensors, page_size: MHATokenToKVPool.from_buffers(k=tensors["k"], v=tensors["v"], page_size=page_size),
+        lambda tensors, page_size: hicache_pools.MHATokenToKVPool.from_buffers(
+            k=tensors["k"], v=tensors["v"], page_size=page_size
+        ),
         (_row("k", geometry), _row("v", geometry)),
         layers,
         geometry.page_size,
@@ -144,7 +142,7 @@ def _attention(geometry: Geometry, layers: tuple[int, ...], name: PoolName = Poo
 def _latent(geometry: Geometry, layers: tuple[int, ...], name: PoolName = PoolName.KV) -> PoolPlan:
     return PoolPlan(
         name,
-        lambda tensors, page_size: MLATokenToKVPool.from_buffers(kv=tensors["kv"], page_size=page_size),
+        lambda tensors, page_size: hicache_pools.MLATokenToKVPool.from_buffers(kv=tensors["kv"], page_size=page_size),
         (_row("kv", geometry),),
         layers,
         geometry.page_size,
@@ -162,7 +160,7 @@ def _sparse(geometry: Geometry, layers: tuple[int, ...]) -> PoolPlan:
     )
     return PoolPlan(
         PoolName.KV,
-        lambda tensors, page_size: DSATokenToKVPool.from_buffers(
+        lambda tensors, page_size: hicache_pools.DSATokenToKVPool.from_buffers(
             kv=tensors["kv"], index_k=tensors["index_k"], page_size=page_size
         ),
         (_row("kv", geometry), index),
@@ -175,10 +173,10 @@ def _recurrent(geometry: Geometry, layers: tuple[int, ...]) -> PoolPlan:
     width = geometry.row_bytes
     return PoolPlan(
         PoolName.MAMBA,
-        lambda tensors, _: MambaPool.from_buffers(conv=tensors["conv"], temporal=tensors["temporal"]),
+        lambda tensors, _: hicache_pools.MambaPool.from_buffers(conv=tensors["conv"], temporal=tensors["temporal"]),
         (
-            BufferPlan("conv", (_CONVOLUTION_TAPS, width // 2), torch.bfloat16),
-            BufferPlan("temporal", (_STATE_ROWS, width // 4), torch.float32),
+            BufferPlan("conv", (_CONVOLUTION_TAPS, width // 2), "bfloat16"),
+            BufferPlan("temporal", (_STATE_ROWS, width // 4), "float32"),
         ),
         layers,
         page_size=1,
@@ -189,7 +187,7 @@ def _recurrent(geometry: Geometry, layers: tuple[int, ...]) -> PoolPlan:
 def _compressed(geometry: Geometry, layers: tuple[int, ...], name: PoolName, ratio: int) -> PoolPlan:
     return PoolPlan(
         name,
-        lambda tensors, page_size: DeepSeekV4PagedPool.from_buffers(
+        lambda tensors, page_size: hicache_pools.DeepSeekV4PagedPool.from_buffers(
             kv=tensors["kv"], compression_ratio=ratio, page_size=page_size
         ),
         (BufferPlan("kv", (geometry.row_bytes,), slots_per_row=ratio),),
@@ -201,8 +199,8 @@ def _compressed(geometry: Geometry, layers: tuple[int, ...], name: PoolName, rat
 def _compressor_state(geometry: Geometry, layers: tuple[int, ...], name: PoolName) -> PoolPlan:
     return PoolPlan(
         name,
-        lambda tensors, _: DeepSeekV4StatePool.from_buffers(state=tensors["state"]),
-        (BufferPlan("state", (_STATE_ROWS, geometry.row_bytes // 4), torch.float32),),
+        lambda tensors, _: hicache_pools.DeepSeekV4StatePool.from_buffers(state=tensors["state"]),
+        (BufferPlan("state", (_STATE_ROWS, geometry.row_bytes // 4), "float32"),),
         layers,
         page_size=1,
         window_pages=1,
@@ -265,10 +263,15 @@ def model_pools(kind: str, geometry: Geometry) -> tuple[PoolPlan, ...]:
     Raises
     ------
     ValueError
-        Where the kind is unknown, the model has too few layers for its pools, or a page holds no whole rows.
+        Where the kind is unknown, a size out of range, the model has too few layers for its pools, or a page holds no
+        whole rows.
     """
     if kind not in _MODELS:
         raise ValueError(f"pool is {kind!r}; one of {', '.join(POOLS)} is expected")
+    for name, largest in _LARGEST.items():
+        value = getattr(geometry, name)
+        if not 0 < value <= largest:
+            raise ValueError(f"{name} is {value}; accepted is 1 to {largest}")
     plans = _MODELS[kind](geometry)
     for plan in plans:
         if not plan.layers:

@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class VerificationError(RuntimeError):
+    """A loaded row that does not hold what it must; the message says where."""
+
+
 @dataclass
 class PathCounts:
     """One way between two tiers: bytes, the seconds it was busy, pages and runs of neighbouring host pages."""

@@ -14,14 +14,11 @@ from hicache_pools import PoolName
 from ..radix import Pages
 from . import payload
 from .plans import BufferPlan, PoolPlan, Tensors
+from .results import VerificationError
 
 # Bytes of rows made at a time: on a CPU what stays in its caches.
 _CPU_CHUNK_BYTES = 256 << 10
 _GPU_CHUNK_BYTES = 64 << 20
-
-
-class VerificationError(RuntimeError):
-    """A loaded row that does not hold what it must; the message says where."""
 
 
 class _Part(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -51,20 +52,30 @@ class Replay:
         self.requests = requests
         self.options = options
         self._offsets = np.arange(options.block_tokens, dtype=np.int64)
-        self._own_directory: Path | None = None
+        self._exit = contextlib.ExitStack()
+        try:
+            self._open()
+        except BaseException:
+            self._exit.close()
+            raise
+
+    def _open(self) -> None:
+        options = self.options
         # Storage first: an unusable directory must not cost the allocation of the pools.
         self.storage = self._open_storage()
-        try:
-            self.model = build_model(options)
-        except ReplayError:
-            self._close_storage()
-            raise
+        if self.storage is not None:
+            self._exit.callback(self.storage.close)
+        self.model = build_model(options)
+        self._exit.callback(self.model.group.destroy)
+        if self.storage is not None:
+            self._exit.callback(self.storage.close)  # once more, as it has to precede the memory it moves
         self.report = ReplayReport(
             paths={name: PathCounts() for name in ("L1 to L2", "L2 to L1", "L2 to L3", "L3 to L2")},
             pools={str(entry.name): PoolCounts() for entry in self.model.group.entries},
         )
         self.rows = self.model.rows
         self.controller = _controller(self.model, options)
+        self._exit.callback(self.controller.shutdown)
         if self.storage is not None:
             self.controller.attach_storage_backend(self.storage)
         self.cache = UnifiedRadixCache(
@@ -72,6 +83,7 @@ class Replay:
             self.model.allocator,
             page_size=self.model.slots_per_page,
             write_policy=options.write_policy,
+            eviction=options.eviction,
             components=self.model.windows,
         )
 
@@ -200,15 +212,7 @@ class Replay:
 
     def close(self) -> None:
         """Drain the transfers, close the storage, free the pools; idempotent."""
-        self.controller.shutdown()
-        self._close_storage()
-        self.model.group.destroy()
-
-    def _close_storage(self) -> None:
-        if self.storage is not None:
-            self.storage.close()
-        if self._own_directory is not None:
-            shutil.rmtree(self._own_directory, ignore_errors=True)
+        self._exit.close()
 
     def _open_storage(self) -> HiCacheStorage | None:
         options = self.options
@@ -223,18 +227,22 @@ class Replay:
         # The rows are a function of token ids, place and component, whatever the trace: one "model" for all.
         fingerprint = Fingerprint("hicache-replay", revision="1")
         if options.storage == "mooncake":
-            store = MooncakeStorage(
-                fingerprint=fingerprint,
-                master=options.mooncake_master,
-                segment_bytes=options.mooncake_segment_bytes,
-            )
+            try:
+                store = MooncakeStorage(
+                    fingerprint=fingerprint,
+                    master=options.mooncake_master,
+                    segment_bytes=options.mooncake_segment_bytes,
+                )
+            except ValueError as error:
+                raise ReplayError(f"mooncake_master is {options.mooncake_master!r}: {error}") from None
             if not store.wait_ready(_MOONCAKE_SECONDS):
                 store.close()
                 raise ReplayError(f"mooncake_master is {options.mooncake_master}, and no master answers there")
             return store
         directory = options.l3_dir
         if directory is None:
-            directory = self._own_directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
+            directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
+            self._exit.callback(shutil.rmtree, directory, ignore_errors=True)
         return FileStorage(directory, capacity_bytes=options.l3_bytes, fingerprint=fingerprint)
 
     def _count_paths(self) -> None:

@@ -15,13 +15,15 @@ import torch
 
 from hicache_pools import PoolHitPolicy, PoolTransfer
 
+from ..forks import refuse_in_forks
+
 logger = logging.getLogger(__name__)
 
 RemovalListener = Callable[[Sequence[bytes], str], None]
 """Takes keys, each at most once, and the name of the pool whose parts of their pages a storage no longer has."""
 
-MAX_KEY_BYTES = 32
-"""Longest key; a page hash has 16 bytes."""
+MAX_KEY_BYTES = 64
+"""Longest key. A page hash has 16 bytes; block hashes of engines have 32, and more with the number of a group."""
 
 _POOL_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
@@ -101,6 +103,7 @@ class HiCacheStorage(ABC):
     """
 
     def __init__(self) -> None:
+        refuse_in_forks(self)
         self._pools: dict[str, RegisteredPool] = {}
         self._closed = False
         self._removal_listener: RemovalListener | None = None
@@ -170,12 +173,12 @@ class HiCacheStorage(ABC):
 
         The answer is about sizes and names; damage shows when a page is read.
         """
-        pool, names = self._pool(name), self._keys(keys)
-        try:
-            present = self._present(pool, names, leading=True)
-        finally:
-            self._tell_removed()
+        present = self._which_exist(keys, name, leading=True)
         return present.index(False) if False in present else len(present)
+
+    def batch_exists_each(self, keys: Sequence[bytes], *, name: str = "kv") -> list[bool]:
+        """Return for each key whether its page of pool ``name`` is there, as :meth:`batch_exists` sees it."""
+        return self._which_exist(keys, name, leading=False)
 
     def batch_get(self, keys: Sequence[bytes], host_indices: torch.Tensor, *, name: str = "kv") -> list[bool]:
         """Fill host pages from storage.
@@ -183,7 +186,7 @@ class HiCacheStorage(ABC):
         Parameters
         ----------
         keys
-            One a page, 1 to 32 bytes each.
+            One a page, 1 to 64 bytes each.
         host_indices
             int64 or int32 slot indices on the CPU, whole pages of pool ``name`` in the order of ``keys``.
 
@@ -219,7 +222,7 @@ class HiCacheStorage(ABC):
         Parameters
         ----------
         keys
-            One a page, 1 to 32 bytes each, heads of prefixes first.
+            One a page, 1 to 64 bytes each, heads of prefixes first.
         host_indices
             int64 or int32 slot indices on the CPU, whole pages of pool ``name`` in the order of ``keys``. Their bytes
             must not change before the call returns.
@@ -230,7 +233,8 @@ class HiCacheStorage(ABC):
         Returns
         -------
         list of bool
-            For each key whether its page is in storage now. A page that is not is not visible either.
+            For each key whether its page is in storage as the call returns. A page that is not is not visible either.
+            Pages of one call do not evict each other: what there is no room for is refused.
 
         Raises
         ------
@@ -249,7 +253,13 @@ class HiCacheStorage(ABC):
             self._tell_removed()
 
     def batch_exists_pools(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], *, name: str = "kv") -> int:
-        """Return the longest prefix of which every pool has what it needs.
+        """Return the longest of :meth:`restorable_lengths`; 0 where there is none."""
+        return max(self.restorable_lengths(keys, transfers, name=name), default=0)
+
+    def restorable_lengths(
+        self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer] = (), *, name: str = "kv"
+    ) -> list[int]:
+        """Return the length of every prefix of which every pool has what it needs.
 
         Parameters
         ----------
@@ -264,8 +274,8 @@ class HiCacheStorage(ABC):
 
         Returns
         -------
-        int
-            Pages; 0 where no prefix can be restored.
+        list of int
+            Pages, in ascending order, without 0. The bytes are checked when they are read.
         """
         length = self.batch_exists(keys, name=name)
         trailing = []
@@ -274,16 +284,13 @@ class HiCacheStorage(ABC):
                 length = min(length, self.batch_exists(keys[:length], name=transfer.name))
             else:
                 trailing.append(transfer)
-        names = self._keys(keys[:length])
-        restorable = np.ones(length + 1, dtype=bool)
-        try:
-            for transfer in trailing:
-                window = 1 if transfer.keys is None else len(transfer.keys)
-                present = self._present(self._pool(transfer.name), names, leading=False)
-                restorable[1:] &= _ends_a_run(np.array(present, dtype=bool), window)
-        finally:
-            self._tell_removed()
-        return int(np.flatnonzero(restorable)[-1])
+        restorable = np.ones(length, dtype=bool)
+        for transfer in trailing:
+            window = 1 if transfer.keys is None else len(transfer.keys)
+            present = self.batch_exists_each(keys[:length], name=transfer.name)
+            restorable &= _ends_a_run(np.array(present, dtype=bool), window)
+        lengths: list[int] = (np.flatnonzero(restorable) + 1).tolist()
+        return lengths
 
     def batch_get_pools(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Fill the host pages of each transfer's ``host_indices`` from its ``keys``; results by pool name."""
@@ -295,7 +302,7 @@ class HiCacheStorage(ABC):
     def batch_set_pools(
         self, transfers: Sequence[PoolTransfer], *, parents: Mapping[bytes, bytes | None] | None = None
     ) -> dict[str, list[bool]]:
-        """Store the host pages of each transfer, the anchor's first; results by pool name.
+        """Store the host pages of each transfer, the anchor's first; results by pool name, as the call returns.
 
         Parameters
         ----------
@@ -309,6 +316,11 @@ class HiCacheStorage(ABC):
             keys, indices = _keys_and_indices(transfer)
             before = None if parents is None else [parents[key] for key in keys]
             results[str(transfer.name)] = self.batch_set(keys, indices, parents=before, name=transfer.name)
+        for transfer in transfers[:-1]:  # whose pages may have made room for those of later ones
+            keys, _ = _keys_and_indices(transfer)
+            there = self.batch_exists_each(keys, name=transfer.name)
+            stored = zip(results[str(transfer.name)], there, strict=True)
+            results[str(transfer.name)] = [done and exists for done, exists in stored]
         return results
 
     @abstractmethod
@@ -336,6 +348,13 @@ class HiCacheStorage(ABC):
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         """Store pages."""
+
+    def _which_exist(self, keys: Sequence[bytes], name: str, *, leading: bool) -> list[bool]:
+        pool, names = self._pool(name), self._keys(keys)
+        try:
+            return self._present(pool, names, leading=leading)
+        finally:
+            self._tell_removed()
 
     def _note_removed(self, keys: Iterable[bytes], name: str) -> None:
         """Note keys of pages whose part of pool ``name`` is gone, for the listener; any lock may be held."""

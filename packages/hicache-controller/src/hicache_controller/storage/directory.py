@@ -14,16 +14,17 @@ import fcntl
 import itertools
 import os
 import re
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .page_file import read_parent
+from .page_file import new_file, read_head
 
 _BLOCK = 4096
 _LOCK_SECONDS = 10.0
-_NAME = re.compile(r"([0-9a-f]{2,64})-([0-9a-f]{16})-([A-Za-z0-9_]{1,64}-[0-9a-f]{8})")
+_NAME = re.compile(r"([0-9a-f]{2,128})-([0-9a-f]{16})-([A-Za-z0-9_]{1,64}-[0-9a-f]{8})")
 _TEMPORARY = re.compile(r"\.([0-9a-f]{32})-[0-9]+-[0-9]+")
 
 
@@ -34,6 +35,7 @@ class StoredPart(NamedTuple):
     part: str
     size: int
     touched: int
+    version: int | None
     parent: bytes | None
 
 
@@ -49,6 +51,9 @@ class StorageDirectory:
     ------
     OSError
         Where the directory cannot be created or written, or holds other files and no storage.
+    PermissionError
+        Where the directory or what this class keeps in it belongs to another user than this one and root, where
+        everybody may write the directory, or where the group or everybody may write what is in it.
     """
 
     def __init__(self, root: str) -> None:
@@ -59,8 +64,13 @@ class StorageDirectory:
         self._gate_path = os.path.join(root, "gate")
         if os.path.isdir(root) and not os.path.isdir(self._pages) and os.listdir(root):
             raise OSError(errno.ENOTEMPTY, "holds other files and no storage", root)
-        for directory in (root, self._writers, self._pages, *(self._shard(i) for i in range(256))):
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+        _make_directory(root)
+        _check_trusted(root, os.stat(root), stat.S_IWOTH)
+        for directory in (self._writers, self._pages, *(self._shard(i) for i in range(256))):
+            _make_directory(directory)
+            _check_trusted(directory, os.stat(directory), stat.S_IWGRP | stat.S_IWOTH)
+        for lock in (self._gate_path, self._lock_path):
+            os.close(_open_lock(lock))
         self._count = itertools.count()
         self._writer, self._live = self._enter()
 
@@ -140,22 +150,23 @@ class StorageDirectory:
                         os.unlink(path)
 
     def look(self, path: str, page: bytes, part: str) -> StoredPart | None:
-        """Return what a file says about itself, or None where it is gone or not readable."""
+        """Return what a file says about itself, or None where it is gone, not readable, or something else."""
         try:
             status = os.stat(path, follow_symlinks=False)
-            parent = read_parent(path, status.st_size)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            version, parent = read_head(path, status.st_size)
         except OSError:
             return None
-        return StoredPart(
-            page, part, disk_bytes(status.st_size), status.st_mtime_ns, None if parent is None else parent + page[-8:]
-        )
+        parent = None if parent is None else parent + page[-8:]
+        return StoredPart(page, part, disk_bytes(status.st_size), status.st_mtime_ns, version, parent)
 
     def _enter(self) -> tuple[str, int]:
         """Put a locked file on the list of writers; return its name and the descriptor that holds the lock."""
         while True:
             writer = uuid.uuid4().hex
             new, path = (os.path.join(self._writers, prefix + writer) for prefix in (".", ""))
-            live = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            live = new_file(new)
             try:
                 # It gets its name once it is locked; until then another process may take it for dead and remove it.
                 fcntl.flock(live, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,11 +180,20 @@ class StorageDirectory:
 
 
 def file_size(path: str) -> int | None:
-    """Return the bytes of a file, or None where there is none that can be seen."""
+    """Return the bytes of a file, or None where there is none that can be seen, or something else."""
     try:
-        return os.stat(path, follow_symlinks=False).st_size
+        status = os.stat(path, follow_symlinks=False)
     except OSError:
         return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def is_blocked(path: str) -> bool:
+    """Return whether something is at a path that is not a file, such as a directory."""
+    try:
+        return not stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
 
 
 def last_use(path: str) -> int:
@@ -190,6 +210,23 @@ def renew(path: str) -> None:
         os.utime(path, follow_symlinks=False)
 
 
+def remove_page(path: str) -> None:
+    """Remove a page's file; a directory in its place stays.
+
+    Raises
+    ------
+    OSError
+        Where it is a file and cannot be removed.
+    """
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        if not is_blocked(path):
+            raise
+
+
 def remove_file(path: str) -> bool:
     """Remove a file; return whether it is gone."""
     try:
@@ -201,9 +238,52 @@ def remove_file(path: str) -> bool:
     return True
 
 
+def _make_directory(path: str) -> None:
+    """Make a directory, and those above it, of mode 0700 whatever the umask; one that is there stays as it is."""
+    if os.path.isdir(path):
+        return
+    if os.path.dirname(path) != path:
+        _make_directory(os.path.dirname(path))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)
+
+
+def _check_trusted(path: str, status: os.stat_result, forbidden: int) -> None:
+    """Raise ``PermissionError`` where another user than this one and root owns a path, or a mode bit lets one write."""
+    if status.st_uid not in (os.geteuid(), 0):
+        why = f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()} or root; use a directory of your own"
+        raise PermissionError(errno.EPERM, f"{why} or change the owner", path)
+    if status.st_mode & forbidden:
+        advice = "chmod go-w on it" if forbidden & stat.S_IWGRP else "chmod o-w on it, or use a directory in it"
+        why = f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so that other users can write it"
+        raise PermissionError(errno.EPERM, f"{why}; run {advice}", path)
+
+
+def _open_lock(path: str) -> int:
+    """Open a lock file, which is made where it is missing."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        try:
+            file = new_file(path)
+        except FileExistsError:  # another process was faster
+            file = os.open(path, flags)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"{path} is not a regular file; remove it", path)
+        _check_trusted(path, status, stat.S_IWGRP | stat.S_IWOTH)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 def _flock(path: str, how: int, deadline: float) -> int:
     """Open and lock a file; closing the descriptor unlocks it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = _open_lock(path)
     pause = 50e-6
     while True:
         try:

@@ -92,12 +92,14 @@ class FaultyStorage(HiCacheStorage):
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         self._wait()
-        inner = self.inner._pool(pool.name)
-        stored = []
-        for key, page, parent in zip(keys, pages, parents, strict=True):
-            fails = self._store_every and next(self._stores) % self._store_every == 0
-            stored.append(not fails and self.inner._store(inner, [key], [page], [parent])[0])
-            if stored[-1] and self._flip_every and next(self._flips) % self._flip_every == 0:
+        fine = [i for i in range(len(keys)) if not self._store_every or next(self._stores) % self._store_every]
+        stored = [False] * len(keys)
+        if fine:
+            of_those = [keys[i] for i in fine], [pages[i] for i in fine], [parents[i] for i in fine]
+            for i, done in zip(fine, self.inner._store(self.inner._pool(pool.name), *of_those), strict=True):
+                stored[i] = done
+        for key, done in zip(keys, stored, strict=True):
+            if done and self._flip_every and next(self._flips) % self._flip_every == 0:
                 self._flip_bit(key, pool.name)
         return stored
 

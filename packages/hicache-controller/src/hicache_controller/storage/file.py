@@ -15,11 +15,20 @@ from typing import NamedTuple
 
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
-from .directory import StorageDirectory, disk_bytes, file_size, last_use, remove_file, renew
+from .directory import (
+    StorageDirectory,
+    disk_bytes,
+    file_size,
+    is_blocked,
+    last_use,
+    remove_file,
+    remove_page,
+    renew,
+)
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
 from .page_cache import is_cached
-from .page_file import FOOTER_BYTES, Outcome, PageRead, write_page
+from .page_file import FOOTER_BYTES, VERSION, Outcome, PageRead, write_page
 from .page_index import PageEntry, PageIndex
 from .page_reader import PageReader, PageRequest
 from .running_calls import RunningCalls
@@ -36,6 +45,7 @@ _THREADS = 8  # disks want several requests at once, whatever the number of core
 _CPU_THREADS = 16  # a core copies and sums up 3 to 4 GB/s out of the page cache, 16 of them 37 (on a GPU host)
 # What these say is of the process or the system, and nothing of the file.
 _NOT_OF_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFAULT, errno.EINTR, errno.EAGAIN})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _TOUCH_NS = 60 * 10**9  # a file's time is renewed at most this often, so that reading does not turn into writing
 
 
@@ -56,12 +66,13 @@ class FileStorage(HiCacheStorage):
     Parameters
     ----------
     directory
-        Created with mode 0700 where it does not exist. Only files with a page's name are ever touched.
+        Created with mode 0700 where it does not exist. Only files with a page's name are ever touched. It and what is
+        in it must belong to this user or root; it must not be writable by everybody, and what is in it by nobody else.
     fingerprint
         Model and rank. Processes of other models and ranks may share the directory and its capacity.
     capacity_bytes
-        Most bytes of the whole directory, in blocks of 4 KiB; None for no limit. With other writers present each keeps
-        back 1/32 of it for each of them.
+        Most bytes of the whole directory, in blocks of 4 KiB; None for no limit but that of the disk. With other
+        writers present each keeps back 1/32 of it for each of them. Where the disk is full before, pages are evicted.
     threads
         Threads that move pages; the GIL is free while they read, write and wait. Unless given, 8, and up to 16 for
         pages in the page cache, but no more than CPUs there.
@@ -73,7 +84,7 @@ class FileStorage(HiCacheStorage):
     ValueError
         Where the capacity or the number of threads is not positive.
     OSError
-        Where the directory cannot be created, written or listed.
+        Where the directory cannot be created, written or listed, or other users can write it.
     """
 
     def __init__(
@@ -173,6 +184,9 @@ class FileStorage(HiCacheStorage):
     def _path(self, pool: RegisteredPool, page: bytes) -> str:
         return self._directory.page_path(page, self._part(pool))
 
+    def _is_there(self, pool: RegisteredPool, page: bytes) -> bool:
+        return file_size(self._path(pool, page)) == pool.page_bytes + FOOTER_BYTES
+
     # Reading
 
     def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
@@ -181,7 +195,7 @@ class FileStorage(HiCacheStorage):
             return [False] * len(keys)
         present = []
         for key in keys:
-            present.append(file_size(self._path(pool, key + self._model)) == pool.page_bytes + FOOTER_BYTES)
+            present.append(self._is_there(pool, key + self._model))
             if leading and not present[-1]:
                 break
         with self._mutex:
@@ -240,7 +254,7 @@ class FileStorage(HiCacheStorage):
         """Renew a page that is used, remove one that nobody can use, and tell what it is."""
         if isinstance(found, OSError):
             self._count("read_errors")
-            if found.errno in _NOT_OF_THE_FILE or not remove_file(path):
+            if found.errno in _NOT_OF_THE_FILE or not (remove_file(path) or is_blocked(path)):
                 self._failed(self._reads, None, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
@@ -274,45 +288,84 @@ class FileStorage(HiCacheStorage):
             _Job(i, key, key + self._model, page, None if parent is None else parent + self._model, tick)
             for i, (key, page, parent, tick) in enumerate(zip(keys, pages, parents, ticks, strict=True))
         ]
+        keep: set[bytes] = set()  # pages of this call do not make room for each other
         for start in range(0, len(jobs), step):
             if self._writes.active:
                 self._count("skipped", len(jobs) - start)
                 break
             try:
                 self._reopen_if_lost()
-                self._store_chunk(pool, size, jobs[start : start + step], stored)
+                self._store_chunk(pool, size, jobs[start : start + step], stored, keep)
             except OSError as error:
                 self._failed(self._writes, "write_errors", "store", error)
                 break
+        done = [job for job in jobs if stored[job.position]]
+        for job in done:  # other calls and other processes may have evicted it meanwhile
+            stored[job.position] = self._is_there(pool, job.page)
         with self._mutex:  # times after those of the files, or these would count as another process's use
-            for job, tick in zip(jobs, self._ticks(len(jobs)), strict=True):
+            for job, tick in zip(done, self._ticks(len(done)), strict=True):
                 if stored[job.position]:
                     self._index.touch(job.page, tick)
+                else:
+                    self._forget_if_gone(job.page, self._part(pool))
         return stored
 
-    def _store_chunk(self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool]) -> None:
+    def _store_chunk(
+        self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool], keep: set[bytes]
+    ) -> None:
         """Store pages of one chunk and mark them; a failure of the medium is raised once the rest is settled."""
         todo = self._without_orphans(self._without_present(pool, size, jobs, stored))
+        keep.update(page for job in jobs for page in (job.page, job.parent) if page is not None)
         if not todo:
             return
-        keep = {job.page for job in todo} | {job.parent for job in todo if job.parent is not None}
-        if not self._reserve(size, len(todo), keep):
-            self._remove_spares()
-            self._count("no_room", len(todo))
-            return
         try:
-            with self._directory.locked(exclusive=False):
-                worth = pool.page_bytes if pool.page_bytes >= _SPREAD_WRITES else 0
-                written = self._threads.map(lambda job: self._write(pool, job), todo, worth, waits=True)
-                failure = self._publish(pool, size, todo, written, stored)
+            if not self._reserve(size, len(todo), keep):
+                self._count("no_room", len(todo))
+                return
+            try:
+                failure = self._write_and_publish(pool, size, todo, stored, keep)
+            finally:
+                with self._mutex:
+                    self._reserved -= len(todo) * size
         finally:
-            with self._mutex:
-                self._reserved -= len(todo) * size
             self._remove_spares()
         if failure is not None:
             raise failure
         if self._writes.succeeded():
             logger.info("storage %s: writing works again", self._root)
+
+    def _write_and_publish(
+        self, pool: RegisteredPool, size: int, jobs: list[_Job], stored: list[bool], keep: set[bytes]
+    ) -> OSError | None:
+        """Write pages and give them their names; where the disk is full, once more after eviction. Return a failure."""
+        written: dict[int, str | OSError] = {}
+        begun: list[str] = []
+        try:
+            with self._directory.locked(exclusive=False):
+                self._write_all(pool, jobs, written, begun)
+                full = sum(isinstance(result, OSError) and result.errno in _FULL for result in written.values())
+                if not full:
+                    return self._publish(pool, size, jobs, written, stored)
+            self._make_room_on_disk(size, full, keep)
+            with self._directory.locked(exclusive=False):
+                self._write_all(pool, jobs, written, begun)
+                return self._publish(pool, size, jobs, written, stored)
+        except BaseException:
+            for path in begun:  # those that are published have another name
+                remove_file(path)
+            raise
+
+    def _write_all(
+        self, pool: RegisteredPool, jobs: list[_Job], written: dict[int, str | OSError], begun: list[str]
+    ) -> None:
+        """Write what is not written yet under temporary names; a path or an error for each position."""
+        left = [job for job in jobs if not isinstance(written.get(job.position), str)]
+        worth = pool.page_bytes if pool.page_bytes >= _SPREAD_WRITES else 0
+        results = self._threads.map(lambda job: self._write(pool, job, begun), left, worth, waits=True)
+        for job, result in zip(left, results, strict=True):
+            if isinstance(result, OSError) and result.errno in _NOT_OF_THE_FILE:
+                result = self._write(pool, job, begun)  # alone it may get what several at once did not
+            written[job.position] = result
 
     def _remove_spares(self) -> None:
         with self._mutex:
@@ -328,7 +381,7 @@ class FileStorage(HiCacheStorage):
                 if job.parent is not None:
                     self._index.touch(job.parent, job.tick + 1)
         for job in jobs:
-            if file_size(self._directory.page_path(job.page, part)) != pool.page_bytes + FOOTER_BYTES:
+            if not self._is_there(pool, job.page):
                 todo.append(job)
                 continue
             stored[job.position] = True
@@ -344,10 +397,11 @@ class FileStorage(HiCacheStorage):
         self._count("orphans", len(jobs) - len(kept))
         return kept
 
-    def _write(self, pool: RegisteredPool, job: _Job) -> str | OSError:
+    def _write(self, pool: RegisteredPool, job: _Job, begun: list[str]) -> str | OSError:
         with self._mutex:
             spare = self._spares.pop() if self._spares else None
         path = self._directory.temporary_path(self._path(pool, job.page)) if spare is None else spare
+        begun.append(path)
         parent = None if job.parent is None else job.parent[: -len(self._model)]
         views = _page_memory(pool, job.host_page)
         try:
@@ -370,14 +424,15 @@ class FileStorage(HiCacheStorage):
         pool: RegisteredPool,
         size: int,
         jobs: list[_Job],
-        written: list[str | OSError],
+        written: dict[int, str | OSError],
         stored: list[bool],
     ) -> OSError | None:
         """Give written pages their names in order, so that no page is visible before its head; return a failure."""
         part = self._part(pool)
         failure: OSError | None = None
         published: set[bytes] = set()
-        for job, result in zip(jobs, written, strict=True):
+        for job in jobs:
+            result = written[job.position]
             if isinstance(result, OSError):
                 failure = failure or result
                 continue
@@ -385,11 +440,16 @@ class FileStorage(HiCacheStorage):
                 self._count("orphans")
                 remove_file(result)
                 continue
+            path = self._directory.page_path(job.page, part)
             try:
-                os.rename(result, self._directory.page_path(job.page, part))
+                os.rename(result, path)
             except OSError as error:
-                failure = failure or error
                 remove_file(result)
+                if is_blocked(path):  # of this page alone
+                    self._count("write_errors")
+                    _warn_once(f"storage {self._root}: {path} is not a file, so its page cannot be stored; remove it")
+                else:
+                    failure = failure or error
                 continue
             published.add(job.page)
             stored[job.position] = True
@@ -441,6 +501,18 @@ class FileStorage(HiCacheStorage):
                 self._reserved += need
                 return True
 
+    def _make_room_on_disk(self, size: int, count: int, keep: set[bytes]) -> None:
+        """Evict as much as ``count`` files take that the disk had no room for, but not ``keep``."""
+        _warn_once(f"storage {self._root}: the disk or this user's quota is full; pages are evicted to store others")
+        presence = self._directory.presence()
+        with self._directory.locked(exclusive=True):
+            if presence[0] > 0 or presence != self._presence:
+                self._scan()
+            with self._mutex:
+                target = self._index.total_bytes - size * count
+                if target >= 0:  # less than that would not be enough
+                    self._evict(target, keep, size, count)
+
     @staticmethod
     def _share(capacity: int, others: int) -> int:
         """Bytes that each of ``others`` writers, and this one, may write unseen by the rest: together about half."""
@@ -463,7 +535,7 @@ class FileStorage(HiCacheStorage):
             left = []
             for part, part_size in entry.parts:
                 path = part_path(entry.key, part)
-                if part_size != size or len(self._spares) >= count:
+                if part_size != size or len(self._spares) >= count or file_size(path) is None:
                     left.append(part)
                     continue
                 with contextlib.suppress(FileNotFoundError):
@@ -479,8 +551,7 @@ class FileStorage(HiCacheStorage):
     def _unlink(self, entry: PageEntry, parts: Sequence[str]) -> None:
         """Remove a page, of whose files only those of ``parts`` are there still; lock and mutex are held."""
         for part in parts:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._directory.page_path(entry.key, part))
+            remove_page(self._directory.page_path(entry.key, part))
         self._index.remove(entry.key)
         for part, _ in entry.parts:
             self._note_part_removed(entry.key, part)
@@ -511,12 +582,17 @@ class FileStorage(HiCacheStorage):
             if (page, part) in gone:
                 gone.discard((page, part))
             else:
-                found.append(self._directory.look(path, page, part))
+                found.append((path, self._directory.look(path, page, part)))
         with self._mutex:
             for page, part in gone:
                 self._forget_if_gone(page, part)
-            for item in found:
-                if item is not None:
+            for path, item in found:
+                if item is None:
+                    continue
+                if item.version is not None and item.version < VERSION:
+                    remove_file(path)
+                    self._counts["old_format"] += 1
+                else:
                     self._index.add(item.page, item.part, item.size, item.parent, item.touched)
             self._unseen = 0
             self._presence = presence
@@ -562,6 +638,11 @@ class FileStorage(HiCacheStorage):
         before = self._tick
         self._tick = max(before, time.time_ns()) + count
         return range(self._tick, self._tick - count, -1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _page_memory(pool: RegisteredPool, page: int) -> Sequence[memoryview]:

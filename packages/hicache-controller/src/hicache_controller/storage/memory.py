@@ -92,38 +92,37 @@ class MemoryStorage(HiCacheStorage):
     def _store(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        kept = {*keys, *(parent for parent in parents if parent is not None)}
+        stored, full = [], False
         with self._lock:
-            jobs = zip(keys, pages, parents, self._ticks(len(keys)), strict=True)
-            return [self._store_one(pool, *job) for job in jobs]
-
-    def _store_one(self, pool: RegisteredPool, key: bytes, page: int, parent: bytes | None, tick: int) -> bool:
-        held = self._bytes.setdefault(pool.name, {})
-        if key in held:
-            self._index.touch(key, tick)
-            self._counts["present"] += 1
-            return True
-        if parent is not None and parent not in self._index:
-            self._counts["orphans"] += 1
-            return False
-        if not self._make_room(pool.page_bytes, key, parent):
-            self._counts["no_room"] += 1
-            return False
-        data = b"".join(pool.pool.page_memory(page)) if pool.page_bytes else b""
-        held[key] = data
-        self._index.add(key, pool.name, pool.page_bytes, parent, tick)
-        self._counts["stored"] += 1
-        self._counts["bytes_written"] += pool.page_bytes
-        return True
+            held = self._bytes.setdefault(pool.name, {})
+            for key, page, parent, tick in zip(keys, pages, parents, self._ticks(len(keys)), strict=True):
+                if key in held:
+                    self._index.touch(key, tick)
+                    self._counts["present"] += 1
+                elif parent is not None and parent not in self._index:
+                    self._counts["orphans"] += 1
+                elif full or not self._make_room(pool.page_bytes, kept):
+                    self._counts["no_room"] += 1
+                    full = True
+                else:
+                    held[key] = b"".join(pool.pool.page_memory(page)) if pool.page_bytes else b""
+                    self._index.add(key, pool.name, pool.page_bytes, parent, tick)
+                    self._counts["stored"] += 1
+                    self._counts["bytes_written"] += pool.page_bytes
+                stored.append(key in held)
+        return stored
 
     def _ticks(self, count: int) -> range:
         """Falling numbers, so that the head of a batch outlives its tail even where no parents are known."""
         self._tick += count
         return range(self._tick, self._tick - count, -1)
 
-    def _make_room(self, size: int, key: bytes, parent: bytes | None) -> bool:
+    def _make_room(self, size: int, keep: set[bytes]) -> bool:
         if self._capacity is None:
             return True
-        keep = (key,) if parent is None else (key, parent)
+        if size > self._capacity:
+            return False
         while self._index.total_bytes + size > self._capacity:
             entry = self._index.oldest_leaf(keep)
             if entry is None:

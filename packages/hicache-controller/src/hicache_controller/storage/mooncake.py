@@ -20,8 +20,8 @@ from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .fingerprint import Fingerprint
 from .mooncake_client import MooncakeClient, MooncakeDownError, MooncakeSettings
-from .mooncake_page import FOOTER_BYTES, check_footer, make_footer
-from .page_file import Outcome
+from .mooncake_page import check_footer, make_footer
+from .page_file import FOOTER_BYTES, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -254,15 +254,31 @@ class MooncakeStorage(HiCacheStorage):
         if not self._usable(self._writes, len(keys)):
             return stored
         try:
-            jobs, heads = self._without_present(pool, self._jobs(pool, keys, pages, parents), stored)
-            for chunk in _chunks(pool, jobs):
+            jobs = self._jobs(pool, keys, pages, parents)
+            todo, heads = self._without_present(pool, jobs, stored)
+            chunks = list(_chunks(pool, todo))
+            for chunk in chunks:
                 if self._writes.active:
                     self._count(skipped=len(chunk))
                 else:
                     self._store_chunk(pool, chunk, heads, stored)
+            if len(chunks) > 1 or not all(stored):
+                self._unmark_evicted(jobs, stored)
         except MooncakeDownError as error:
             self._lost("write_errors", error)
+            return [False] * len(keys)
         return stored
+
+    def _unmark_evicted(self, jobs: list[_Job], stored: list[bool]) -> None:
+        """Ask once more for pages marked as stored: what came after them may have taken their place.
+
+        Not after every call, as the master keeps for some seconds what it was asked for.
+        """
+        marked = [job for job in jobs if stored[job.position]]
+        if not marked:
+            return
+        for job, exists in zip(marked, self._exist([job.name for job in marked]), strict=True):
+            stored[job.position] = exists
 
     def _without_present(
         self, pool: RegisteredPool, jobs: list[_Job], stored: list[bool]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..mooncake_module import import_mooncake
 from .backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -62,13 +62,7 @@ class MooncakeClient:
     """
 
     def __init__(self, settings: MooncakeSettings, clock: Callable[[], float]) -> None:
-        try:
-            self._module: Any = importlib.import_module("mooncake.store")
-        except ImportError as error:
-            raise ImportError(
-                f"Mooncake cannot be imported ({error}); install hicache-controller[mooncake], and the system's "
-                "libibverbs, librdmacm and libnuma"
-            ) from error
+        self._module = import_mooncake()
         self._settings = settings
         self._backoff = Backoff(clock)
         self._changed = threading.Condition()

@@ -1,13 +1,15 @@
 """One page as a file: the payload, then a footer that says what it is and proves that it is whole.
 
-The footer is 128 bytes, integers little-endian: magic ``HICACHEP``, uint32 format version, uint32 footer length, uint64
-payload length, uint8 key length, uint8 parent length, 6 zero bytes, key padded to 32 bytes, parent padded to 32 bytes,
-16 bytes of the pool's fingerprint, 16 bytes XXH3-128 of everything before. The payload comes first so that it lies on
-the blocks of the file system, which makes writes faster.
+The footer is 192 bytes, integers little-endian: key padded to 64 bytes, magic ``HICACHEP``, uint32 format version,
+uint32 footer length, uint64 payload length, uint8 key length, uint8 parent length, 6 zero bytes, parent padded to 64
+bytes, 16 bytes of the pool's fingerprint, 16 bytes XXH3-128 of everything before. The payload comes first so that it
+lies on the blocks of the file system, which makes writes faster. Magic and version begin 128 bytes before the end in
+every version; in version 1 nothing came before them, and key and parent, of 32 bytes each, followed the zero bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
@@ -21,12 +23,13 @@ from .allocate import allocate
 from .base import MAX_KEY_BYTES
 
 MAGIC = b"HICACHEP"
-VERSION = 1
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-FOOTER_BYTES = 128
+VERSION = 2
+FIELDS = struct.Struct("<64s8sIIQBB6x64s16s")
 UNCHECKED_BYTES = 16  # the checksum itself
+FOOTER_BYTES = FIELDS.size + UNCHECKED_BYTES
 
-_FIELDS = struct.Struct("<8sIIQBB6x32s32s16s")
+_FROM_MAGIC_BYTES = 128
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
@@ -79,13 +82,13 @@ def write_page(
     Raises
     ------
     OSError
-        Where a new file exists or the page cannot be written in full; a partial file is removed where that is possible.
+        Where a new file exists or the page cannot be written in full; the file is removed, the one to write over too.
     """
     size = sum(view.nbytes for view in views)
     file = _open_over(path, size + FOOTER_BYTES) if over else None
     try:
         if file is None:
-            file = os.open(path, _NEW_FILE, 0o600)
+            file = new_file(path)
             if size >= _ALLOCATE_FROM:
                 allocate(file, size + FOOTER_BYTES)
         checksum, offset = xxhash.xxh3_128(), 0
@@ -93,9 +96,7 @@ def write_page(
         for piece in first:
             _update(checksum, piece)
             offset += _whole(os.pwritev, file, piece, offset)
-        head = _FIELDS.pack(
-            MAGIC, VERSION, FOOTER_BYTES, size, len(key), len(parent or b""), key, parent or b"", fingerprint
-        )
+        head = footer_head(MAGIC, size=size, key=key, parent=parent, fingerprint=fingerprint)
         _update(checksum, [*last, memoryview(head)])
         _whole(os.pwritev, file, [*last, memoryview(head + checksum.digest())], offset)
         if touched is not None:
@@ -103,9 +104,29 @@ def write_page(
     except BaseException:
         if file is not None:
             os.close(file)
-            os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         raise
     os.close(file)
+
+
+def new_file(path: str) -> int:
+    """Make a file of mode 0600, whatever the umask, and open it.
+
+    Raises
+    ------
+    OSError
+        Where there is one, or it cannot be made.
+    """
+    file = os.open(path, _NEW_FILE, 0o600)
+    try:
+        if stat.S_IMODE(os.fstat(file).st_mode) != 0o600:
+            os.fchmod(file, 0o600)
+    except BaseException:
+        os.close(file)
+        os.unlink(path)
+        raise
+    return file
 
 
 def read_page(path: str, views: Sequence[memoryview], *, key: bytes, fingerprint: bytes, owner: int) -> PageRead:
@@ -162,19 +183,25 @@ def _read_open(
     return outcome_of(bytes(footer), checksum.digest(), size, key, fingerprint)
 
 
+def footer_head(magic: bytes, *, size: int, key: bytes, parent: bytes | None, fingerprint: bytes) -> bytes:
+    """Return a footer without its checksum; ``size`` is that of the payload."""
+    before = parent or b""
+    return FIELDS.pack(key, magic, VERSION, FOOTER_BYTES, size, len(key), len(before), before, fingerprint)
+
+
 def outcome_of(footer: bytes, digest: bytes, size: int, key: bytes, fingerprint: bytes) -> Outcome:
     """Tell what a page is that was read in full.
 
     Parameters
     ----------
     footer
-        The last 128 bytes of the file.
+        The last 192 bytes of the file.
     digest
         XXH3-128 of all but the last 16.
     size, key, fingerprint
         Bytes of the payload, and what the footer must say.
     """
-    magic, version, _, bytes_, key_length, _, key_field, _, fingerprint_field = _FIELDS.unpack_from(footer)
+    key_field, magic, version, _, bytes_, key_length, _, _, fingerprint_field = FIELDS.unpack_from(footer)
     if magic != MAGIC:
         return Outcome.DAMAGED
     if version != VERSION:
@@ -194,8 +221,15 @@ def _is(path: str, status: os.stat_result) -> bool:
     return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
 
 
-def read_parent(path: str, size: int) -> bytes | None:
-    """Return the parent that a page's footer names, or None where it has none or the footer is not one.
+class PageHead(NamedTuple):
+    """What the footer of a file says: its format version and the page's parent; None where there is none."""
+
+    version: int | None = None
+    parent: bytes | None = None
+
+
+def read_head(path: str, size: int) -> PageHead:
+    """Return what the footer of a file of ``size`` bytes says; nothing is checked.
 
     Raises
     ------
@@ -207,10 +241,11 @@ def read_parent(path: str, size: int) -> bytes | None:
         footer = os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0))
     finally:
         os.close(file)
-    if len(footer) != FOOTER_BYTES or not footer.startswith(MAGIC):
-        return None
-    parent_length: int = footer[25]
-    return footer[64 : 64 + parent_length] if 0 < parent_length <= MAX_KEY_BYTES else None
+    version = _version_of(footer)
+    if version != VERSION or len(footer) < FOOTER_BYTES:
+        return PageHead(version)
+    _, _, _, _, _, _, length, parent, _ = FIELDS.unpack_from(footer)
+    return PageHead(version, parent[:length] if 0 < length <= MAX_KEY_BYTES else None)
 
 
 def _update(checksum: xxhash.xxh3_128, views: Sequence[memoryview]) -> None:
@@ -219,29 +254,37 @@ def _update(checksum: xxhash.xxh3_128, views: Sequence[memoryview]) -> None:
 
 
 def _why_another_size(file: int, size: int) -> Outcome:
-    footer = os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0))
-    whole = len(footer) == FOOTER_BYTES and footer.startswith(MAGIC)
-    if not whole:
+    version = _version_of(os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0)))
+    if version is None:
         return Outcome.DAMAGED
-    (version,) = struct.unpack_from("<I", footer, len(MAGIC))
     return Outcome.FOREIGN if version == VERSION else Outcome.OLD_FORMAT
 
 
+def _version_of(end: bytes) -> int | None:
+    """Return the format version of a file that ends like this; None where there is no footer."""
+    tail = end[-_FROM_MAGIC_BYTES:]
+    if len(tail) < _FROM_MAGIC_BYTES or not tail.startswith(MAGIC):
+        return None
+    return int.from_bytes(tail[8:12], "little")
+
+
 def _open_over(path: str, size: int) -> int | None:
-    """Open a file to write over and give it ``size`` bytes; None, and no file, where it is not wholly ours."""
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    """Open a file to write over and give it ``size`` bytes; None, and no file, where it is not wholly ours to write."""
+    file = None
     try:
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(file)
         ours = (stat.S_IFREG | 0o600, os.geteuid(), 1)
         if (status.st_mode, status.st_uid, status.st_nlink) == ours:
             if status.st_size != size:
                 os.ftruncate(file, size)
             return file
-        os.unlink(path)
-    except BaseException:
+    except OSError:
+        pass  # such as for want of a descriptor: a new file has to do
+    if file is not None:
         os.close(file)
-        raise
-    os.close(file)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     return None
 
 

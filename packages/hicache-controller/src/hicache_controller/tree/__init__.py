@@ -31,7 +31,19 @@ from .drafts import maybe_register_hicache_draft, register_hicache_draft_pools
 from .events import CacheEvent, Change, Tier
 from .keys import KEY_BYTES, SequenceKeys
 from .node import Pages, TreeNode
-from .policies import EvictionStrategy, LeastFrequentlyUsed, LeastRecentlyUsed, Quota, SizeAware, WritePolicy
+from .policies import (
+    EvictionStrategy,
+    FirstInFirstOut,
+    FirstInLastOut,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    MostRecentlyUsed,
+    PlacedEvictionStrategy,
+    Quota,
+    SegmentedLeastRecentlyUsed,
+    SizeAware,
+    WritePolicy,
+)
 from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
 from .structure import PageAllocator
 
@@ -40,15 +52,20 @@ __all__ = [
     "CacheEvent",
     "Change",
     "EvictionStrategy",
+    "FirstInFirstOut",
+    "FirstInLastOut",
     "InsertResult",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Match",
+    "MostRecentlyUsed",
     "PageAllocator",
     "Pages",
+    "PlacedEvictionStrategy",
     "Prefetching",
     "Quota",
     "Restored",
+    "SegmentedLeastRecentlyUsed",
     "SequenceKeys",
     "SizeAware",
     "Tier",

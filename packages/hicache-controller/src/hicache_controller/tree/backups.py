@@ -320,7 +320,7 @@ class TreeBackups(TreeEviction):
 
     def _compare_with_removed(self) -> None:
         """Unmark all that was removed, once that is much, so that it costs a few steps a key."""
-        if len(self._presence) <= sum(books.host_pages for books in self._books) // 8:
+        if len(self._presence) <= sum(books.host_pages for books in self._books.values()) // 8:
             return
         for node in self._all_nodes():
             if node.host is not None:

@@ -20,8 +20,9 @@ from .bounded import bounded
 from .components import WindowComponent
 from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
+from .namespaces import NO_BOOKS
 from .node import NO_PAGES, Pages, TreeNode, unpack
-from .policies import EvictionStrategy, Quota, WritePolicy
+from .policies import NO_NAMESPACE, AnyStrategy, Quota, WritePolicy
 from .references import TreeReferences
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
@@ -54,7 +55,8 @@ class UnifiedRadixCache(TreeReferences):
     selective_hits
         Uses after which ``write_through_selective`` writes a node.
     eviction
-        ``"lru"``, ``"lfu"``, ``"size_aware"`` or an :class:`EvictionStrategy`.
+        ``"lru"``, ``"lfu"``, ``"size_aware"``, ``"fifo"``, ``"filo"``, ``"mru"``, ``"slru"``, an
+        :class:`EvictionStrategy` or a :class:`PlacedEvictionStrategy`.
     components
         Pools of which a prefix needs the last pages alone.
     quotas
@@ -83,7 +85,7 @@ class UnifiedRadixCache(TreeReferences):
         page_size: int,
         write_policy: WritePolicy | str = WritePolicy.WRITE_THROUGH,
         selective_hits: int = 2,
-        eviction: EvictionStrategy | str = "lru",
+        eviction: AnyStrategy | str = "lru",
         components: Sequence[WindowComponent] = (),
         quotas: Mapping[Namespace, Quota] | None = None,
         load_back_pages: int = 1,
@@ -217,7 +219,7 @@ class UnifiedRadixCache(TreeReferences):
                 self._ensure_host(node)
             self._write_windows(node)
         except Exception:
-            logger.exception("a prefix of %d pages was not written to the host", self._depth(node))
+            logger.exception("a prefix of %d pages was not written to the host", node.depth)
 
     @bounded
     def alloc_device(self, count: int) -> Pages | None:
@@ -313,7 +315,7 @@ class UnifiedRadixCache(TreeReferences):
         if self.write_policy is WritePolicy.WRITE_THROUGH:
             self._write_through(node)
             self.controller.start_writing()
-        if self._books[match.owner].device_queue is not None:
+        if match.owner.device_queue is not None:
             self._keep_quota(match.owner)
         return InsertResult(result, sum(map(len, duplicates)))
 
@@ -455,7 +457,7 @@ class UnifiedRadixCache(TreeReferences):
 
     def namespace_stats(self, namespace: Namespace | None) -> tuple[int, int]:
         """Device and host pages of a namespace."""
-        books = self._books[self._owner(namespace)]
+        books = self._books.get(NO_NAMESPACE if namespace is None else namespace, NO_BOOKS)
         return books.device_pages, books.host_pages
 
     def check_integrity(self) -> None:
@@ -508,5 +510,7 @@ class UnifiedRadixCache(TreeReferences):
         self._prefetches.clear()
         self._to_store.clear()
         self._references.clear()
-        for books in self._books:
+        for queue in self._queues():
+            queue.clear()
+        for books in self._books.values():
             books.device_pages = books.host_pages = 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .bounded import bounded
+from .namespaces import NamespaceBooks
 from .node import Operation, Pages, TreeNode, WindowPart
 from .policies import WritePolicy
 from .queue import EvictionQueue
@@ -205,9 +206,8 @@ class TreeEviction(TreeStructure, ABC):
             node.device is None and self.controller.has_storage and any(part.write is not None for part in node.windows)
         )
 
-    def _keep_quota(self, owner: int) -> None:
+    def _keep_quota(self, books: NamespaceBooks) -> None:
         """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
-        books = self._books[owner]
         if books.device_queue is None or books.host_queue is None:
             return
         limit = books.quota.device_pages
@@ -215,6 +215,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.device_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             if node.host is None and self.write_policy is WritePolicy.WRITE_BACK and self._ensure_host(node):
                 node.host_lock += 1
                 self._finish_saving([node])
@@ -225,6 +226,7 @@ class TreeEviction(TreeStructure, ABC):
             node = books.host_queue.pop()
             if node is None:
                 break
+            self._evicted_value = node.value
             self._drop_host(node)
 
     # Eviction of windowed pools

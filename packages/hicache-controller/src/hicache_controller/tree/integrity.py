@@ -43,6 +43,8 @@ def _check_children(node: TreeNode) -> None:
 def _check_node(node: TreeNode, root: TreeNode, parts: dict[str, list[Pages]]) -> None:
     if not node.present:
         raise RuntimeError(f"node {node.id} is in no tier")
+    if node.parent is not None and node.depth != node.parent.depth + node.pages:
+        raise RuntimeError(f"node {node.id} ends at page {node.depth}; its parent ends at {node.parent.depth}")
     if node.device_lock < 0 or node.host_lock < 0:
         raise RuntimeError(f"node {node.id} has locks {node.device_lock} and {node.host_lock}")
     above = node.parent

@@ -16,6 +16,7 @@ from .backups import further
 from .bounded import bounded
 from .events import Change, Tier
 from .keys import KEY_BYTES, Tokens, common_pages, key_list, own_tokens
+from .namespaces import NO_BOOKS, NamespaceBooks
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .results import Match, Prefetching
 from .transfers import TreeTransfers
@@ -36,7 +37,7 @@ class TreeLoads(TreeTransfers):
     def release(self, match: Match) -> None:
         """Unpin a match; once for each match handed out."""
         self._release_pins(match)
-        if self._books[match.owner].device_queue is not None:
+        if match.owner.device_queue is not None:
             self._keep_quota(match.owner)
 
     def _match_at(
@@ -45,7 +46,7 @@ class TreeLoads(TreeTransfers):
         node: TreeNode,
         pages: int,
         *,
-        owner: int = 0,
+        owner: NamespaceBooks = NO_BOOKS,
         priority: int = 0,
         tokens: Tokens | None = None,
     ) -> Match:

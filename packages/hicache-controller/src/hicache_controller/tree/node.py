@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .keys import KEY_BYTES, Tokens
+from .namespaces import NO_BOOKS, NamespaceBooks
 
 Pages = npt.NDArray[np.int64]
 """Page numbers of one pool on one side."""
@@ -194,6 +195,10 @@ class TreeNode(Storable):
     ----------
     keys
         Page keys, :data:`KEY_BYTES` bytes each.
+    depth
+        Pages from the root to its end.
+    created
+        Tick of the request that brought its pages; both parts of a node that is cut keep it.
     device, host
         Page numbers, or None.
     children
@@ -201,7 +206,7 @@ class TreeNode(Storable):
     device_children, host_children
         How many children have that part; a leaf of the tier has none.
     owner
-        Number of its namespace's books.
+        What its namespace has.
     queued
         In which queues it is, a bit each.
     windows
@@ -213,7 +218,9 @@ class TreeNode(Storable):
     id: int
     parent: TreeNode | None
     keys: bytes
-    owner: int = 0
+    owner: NamespaceBooks = NO_BOOKS
+    depth: int = 0
+    created: int = 0
     device: PackedPages | None = None
     host: PackedPages | None = None
     children: TreeNode | dict[bytes, TreeNode] | None = None

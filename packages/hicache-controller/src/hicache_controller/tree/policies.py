@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 from ..hashing import Namespace
+from ..policies import WritePolicy as WritePolicy
 
-
-class WritePolicy(StrEnum):
-    """When a node's pages are written from the device to the host (and from there to storage)."""
-
-    WRITE_THROUGH = "write_through"
-    """As soon as they are inserted."""
-    WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once a node was matched ``selective_hits`` times."""
-    WRITE_BACK = "write_back"
-    """When they are evicted from the device."""
+_PROTECTED_HITS = 2
+_PROTECTED = 1 << 62
+"""What a protected node's value is above those on probation: more ticks than there will be."""
 
 
 class EvictionStrategy(Protocol):
     """Decides the order in which the unlocked leaves of a tier leave it; the tail of a prefix always precedes its head.
 
     Of two leaves the one with the lower priority leaves first, then the one with the lower value, then the one that was
-    used longer ago.
+    used longer ago. A node keeps its value until it is used again, when the new one may be higher or lower; where a
+    request diverges inside a node, both parts keep it.
     """
 
     def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
@@ -43,6 +38,29 @@ class EvictionStrategy(Protocol):
         """
 
 
+class PlacedEvictionStrategy(Protocol):
+    """An :class:`EvictionStrategy` that is also given where a node is and since when.
+
+    A strategy is one if its ``value`` has a parameter ``created`` or ``depth``; it is given both then.
+    """
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float, created: int, depth: int) -> float:
+        """Value of a node that is being used.
+
+        Parameters
+        ----------
+        hits, pages, tick, clock
+            As for an :class:`EvictionStrategy`.
+        created
+            Tick of the request that brought its pages.
+        depth
+            Pages from the start of the sequence to its end.
+        """
+
+
+AnyStrategy = EvictionStrategy | PlacedEvictionStrategy
+
+
 class LeastRecentlyUsed:
     """What was used longest ago leaves first."""
 
@@ -51,12 +69,48 @@ class LeastRecentlyUsed:
         return tick
 
 
+class MostRecentlyUsed:
+    """What was used last leaves first: of requests that come round in turn, some keep their pages."""
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
+        """Return the tick, negated."""
+        return -tick
+
+
 class LeastFrequentlyUsed:
     """What was used least often leaves first; of equals, what was used longer ago."""
 
     def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
         """Return the uses."""
         return hits
+
+
+class FirstInFirstOut:
+    """What was inserted longest ago leaves first, however often it was used."""
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float, created: int, depth: int) -> float:
+        """Return the tick of the insert."""
+        return created
+
+
+class FirstInLastOut:
+    """What was inserted last leaves first, however often it was used."""
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float, created: int, depth: int) -> float:
+        """Return the tick of the insert, negated."""
+        return -created
+
+
+class SegmentedLeastRecentlyUsed:
+    """Two segments, each in the order of its last uses: what was used once is on probation and leaves first.
+
+    A second use moves a node to the protected segment, where it stays. So a stream of requests that come once does not
+    push out what comes again.
+    """
+
+    def value(self, *, hits: int, pages: int, tick: int, clock: float) -> float:
+        """Return the tick, in the protected segment above all ticks on probation."""
+        return tick if hits < _PROTECTED_HITS else tick + _PROTECTED
 
 
 class SizeAware:
@@ -70,21 +124,40 @@ class SizeAware:
         return clock + hits / max(pages, 1)
 
 
-STRATEGIES: dict[str, type[EvictionStrategy]] = {
+STRATEGIES: dict[str, type[AnyStrategy]] = {
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
     "size_aware": SizeAware,
+    "fifo": FirstInFirstOut,
+    "filo": FirstInLastOut,
+    "mru": MostRecentlyUsed,
+    "slru": SegmentedLeastRecentlyUsed,
 }
 """Strategies by name."""
 
+_ACCEPTED = f"accepted are {', '.join(STRATEGIES)}, and any EvictionStrategy"
 
-def eviction_strategy(strategy: EvictionStrategy | str) -> EvictionStrategy:
-    """Return a strategy, by name or as it is; ValueError for an unknown name."""
-    if not isinstance(strategy, str):
-        return strategy
-    if strategy not in STRATEGIES:
-        raise ValueError(f"eviction is {strategy!r}; accepted are {', '.join(STRATEGIES)}, and any EvictionStrategy")
-    return STRATEGIES[strategy]()
+
+def eviction_strategy(strategy: AnyStrategy | str) -> AnyStrategy:
+    """Return a strategy, by name or as it is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The name is unknown, or the object has no method ``value``.
+    """
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise ValueError(f"eviction is {strategy!r}; {_ACCEPTED}")
+        return STRATEGIES[strategy]()
+    if not callable(getattr(strategy, "value", None)):
+        raise TypeError(f"eviction is {strategy!r}; {_ACCEPTED}")
+    return strategy
+
+
+def is_placed(strategy: AnyStrategy) -> bool:
+    """Whether a strategy is a :class:`PlacedEvictionStrategy`."""
+    return not {"created", "depth"}.isdisjoint(inspect.signature(strategy.value).parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,13 @@ class EvictionQueue(Generic[Item]):
     bit
         Bit of ``queued`` that is this queue's.
     rank
-        Rank of an item now; it only ever grows while the item waits.
+        Rank of an item now. Where it falls, the bit is cleared and the item offered again; what its rank was before
+        stays in the heap as a leftover.
     evictable
         Whether an item may leave now.
 
-    Invariant: every evictable item is in the heap, once; so whoever makes one evictable offers it.
+    Invariant: every evictable item has the bit, and an entry that is not above its rank. So what makes an item
+    evictable offers it, and an entry above its item's rank is a leftover.
     """
 
     def __init__(self, bit: int, rank: Callable[[Item], Rank], evictable: Callable[[Item], bool]) -> None:
@@ -68,6 +70,8 @@ class EvictionQueue(Generic[Item]):
         """Take out the evictable item of the lowest rank."""
         while self._heap:
             *rank, item = heapq.heappop(self._heap)
+            if not item.queued & self._bit:
+                continue
             item.queued &= ~self._bit
             if not self._evictable(item):
                 continue
@@ -77,14 +81,25 @@ class EvictionQueue(Generic[Item]):
             self.offer(item)
         return None
 
+    def clear(self) -> None:
+        """Forget every entry, as no item will be offered or popped again."""
+        self._heap.clear()
+
     def _forget_outdated(self) -> None:
-        """Drop what may not leave, as most nodes get children and are leaves no more; a few steps for each offer."""
+        """Drop leftovers and what may not leave, as most nodes get children; a few steps for each offer."""
         kept = []
         for entry in self._heap:
-            if self._evictable(entry[-1]):
+            item = entry[-1]
+            if not item.queued & self._bit:
+                continue
+            if not self._evictable(item):
+                item.queued &= ~self._bit
+            elif entry[:-1] <= self._rank(item):
+                # Cleared until the end, so that a second entry is not kept.
+                item.queued &= ~self._bit
                 kept.append(entry)
-            else:
-                entry[-1].queued &= ~self._bit
+        for entry in kept:
+            entry[-1].queued |= self._bit
         heapq.heapify(kept)
         self._heap = kept
         self._look_through_at = max(_FEW, len(kept) * 3 // 2)

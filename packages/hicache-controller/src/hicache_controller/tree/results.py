@@ -11,6 +11,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from ..storage_tasks import PrefetchOperation
 from .keys import KEY_BYTES, Tokens, key_list
+from .namespaces import NO_BOOKS, NamespaceBooks
 from .node import Pages, Pin, TreeNode
 
 
@@ -29,7 +30,7 @@ class Match:
     device_pin, host_pin
         The parts of windowed pools that the prefix needs at its end.
     owner, priority, tokens
-        Of the request: its namespace's number, its priority, the tokens of its complete pages where they are known.
+        Of the request: what its namespace has, its priority, the tokens of its complete pages where they are known.
     """
 
     keys: bytes = field(repr=False)
@@ -39,7 +40,7 @@ class Match:
     node: TreeNode = field(repr=False)
     device_pin: Pin = field(repr=False)
     host_pin: Pin = field(repr=False)
-    owner: int = 0
+    owner: NamespaceBooks = field(default=NO_BOOKS, repr=False)
     priority: int = 0
     tokens: Tokens | None = field(default=None, repr=False)
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from ..controller import HiCacheController
 from ..first_error import FirstError
+from ..forks import refuse_in_forks
 from ..hashing import Namespace
 from ..hybrid import HybridCacheController
 from .components import SlotPages, WindowComponent, WindowPool
 from .events import CacheEvent, Change, Listener, Tier
 from .keys import KEY_BYTES, common_pages, key_list, own_tokens
+from .namespaces import NamespaceBooks
 from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, cut, pack, packed_count, unpack
-from .policies import NO_NAMESPACE, NO_QUOTA, EvictionStrategy, Quota, eviction_strategy
+from .policies import NO_NAMESPACE, NO_QUOTA, AnyStrategy, Quota, eviction_strategy, is_placed
 from .queue import EvictionQueue
+
+_QUEUES = 1 | 2 | 4 | 8 | 64 | 128
+"""Bits of ``TreeNode.queued`` of the queues of both tiers and of what is not saved, and of a namespace's own."""
 
 
 class PageAllocator(Protocol):
@@ -40,18 +45,6 @@ class PageAllocator(Protocol):
         """Give pages back."""
 
 
-@dataclass(eq=False)
-class NamespaceBooks:
-    """Pages of one namespace, and its own eviction queues where it has a quota."""
-
-    quota: Quota
-    device_queue: EvictionQueue[TreeNode] | None = None
-    host_queue: EvictionQueue[TreeNode] | None = None
-    unsaved_queue: EvictionQueue[TreeNode] | None = None
-    device_pages: int = 0
-    host_pages: int = 0
-
-
 class TreeStructure:
     """Nodes and books; moves no bytes.
 
@@ -70,7 +63,7 @@ class TreeStructure:
         device_allocator: PageAllocator,
         *,
         page_size: int,
-        eviction: EvictionStrategy | str,
+        eviction: AnyStrategy | str,
         components: Sequence[WindowComponent],
         quotas: Mapping[Namespace, Quota],
         listener: Listener | None,
@@ -84,10 +77,13 @@ class TreeStructure:
                 f"controller is a {type(controller).__name__}; a tree with components {names} needs a "
                 "HybridCacheController"
             )
+        refuse_in_forks(self)
         self.controller = controller
         self.device_allocator = device_allocator
         self.page_size = page_size
         self.strategy = eviction_strategy(eviction)
+        self._value: Callable[..., float] = self.strategy.value
+        self._placed = is_placed(self.strategy)
         self.listener = listener
         self.clock = time.monotonic if clock is None else clock
         self.windows = {str(c.name): WindowPool(c, controller.host_group.get_entry(c.name)) for c in components}
@@ -100,15 +96,20 @@ class TreeStructure:
         self._device_queue = self._queue(1, device=True)
         self._host_queue = self._queue(2, device=False)
         self._unsaved_queue = self._queue(64, device=False, backups=1)
-        self._owners: dict[Namespace, int] = {NO_NAMESPACE: 0}
-        self._books: list[NamespaceBooks] = [NamespaceBooks(NO_QUOTA)]
+        self._books: WeakValueDictionary[Namespace, NamespaceBooks] = WeakValueDictionary()
+        self._limited: dict[Namespace, NamespaceBooks] = {}
         for namespace, quota in quotas.items():
             self.set_quota(namespace, quota)
 
     def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
         """Limit the pages a namespace keeps; counts from its next insert or release on."""
-        books = self._books[self._owner(namespace)]
+        key = NO_NAMESPACE if namespace is None else namespace
+        books = self._owner(key)
         books.quota = quota
+        if quota == NO_QUOTA:
+            self._limited.pop(key, None)
+            return
+        self._limited[key] = books
         if books.device_queue is None and books.host_queue is None:
             books.device_queue, books.host_queue = self._queue(4, device=True), self._queue(8, device=False)
             books.unsaved_queue = self._queue(128, device=False, backups=1)
@@ -116,12 +117,12 @@ class TreeStructure:
                 self._offer(node, device=True)
                 self._offer(node, device=False)
 
-    def _owner(self, namespace: Namespace | None) -> int:
+    def _owner(self, namespace: Namespace | None) -> NamespaceBooks:
         key = NO_NAMESPACE if namespace is None else namespace
-        owner = self._owners.setdefault(key, len(self._books))
-        if owner == len(self._books):
-            self._books.append(NamespaceBooks(NO_QUOTA))
-        return owner
+        books = self._books.get(key)
+        if books is None:
+            books = self._books[key] = NamespaceBooks()
+        return books
 
     # Walking
 
@@ -164,17 +165,30 @@ class TreeStructure:
             yield node
             stack.extend(node.all_children())
 
-    def _depth(self, node: TreeNode) -> int:
-        """Pages from the root to the end of a node."""
-        return sum(above.pages for above in self._path(node))
-
     def _used(self, node: TreeNode, priority: int) -> None:
         """Note that a request uses a node."""
-        node.last_access = self._tick
-        node.hits += 1
+        tick = node.last_access = self._tick
+        hits = node.hits = node.hits + 1
         if priority > node.priority:
             node.priority = priority
-        node.value = self.strategy.value(hits=node.hits, pages=node.pages, tick=self._tick, clock=self._evicted_value)
+        pages, clock = len(node.keys) // KEY_BYTES, self._evicted_value
+        if self._placed:
+            value = self._value(hits=hits, pages=pages, tick=tick, clock=clock, created=node.created, depth=node.depth)
+        else:
+            value = self._value(hits=hits, pages=pages, tick=tick, clock=clock)
+        if value >= node.value:
+            node.value = value
+        else:
+            self._sink(node, value)
+
+    def _sink(self, node: TreeNode, value: float) -> None:
+        """Give a node a lower value, with which it has to be offered anew."""
+        if value != value:
+            raise ValueError(f"eviction {self.strategy!r} gave a node the value {value}; accepted are numbers")
+        node.value = value
+        node.queued &= ~_QUEUES
+        self._offer(node, device=True)
+        self._offer(node, device=False)
 
     # Windows of a prefix
 
@@ -227,8 +241,12 @@ class TreeStructure:
 
     # Shape of the tree
 
-    def _add_child(self, parent: TreeNode, keys: bytes, owner: int) -> TreeNode:
-        node = TreeNode(self._new_id(), parent, keys, owner, last_access=self._tick)
+    def _add_child(self, parent: TreeNode, keys: bytes, owner: NamespaceBooks) -> TreeNode:
+        depth = parent.depth + len(keys) // KEY_BYTES
+        node = TreeNode(self._new_id(), parent, keys, owner, depth, created=self._tick, last_access=self._tick)
+        # It waits for eviction before the use that brought it is counted, and has the value of that use from the start.
+        self._used(node, 0)
+        node.hits = 0
         parent.add_child(node)
         return node
 
@@ -242,6 +260,8 @@ class TreeStructure:
             parent,
             node.keys[: at * KEY_BYTES],
             node.owner,
+            node.depth - node.pages + at,
+            node.created,
             hits=node.hits,
             value=node.value,
             priority=node.priority,
@@ -306,27 +326,27 @@ class TreeStructure:
 
     def _set_device(self, node: TreeNode, pages: Pages) -> None:
         node.device = pack(pages)
-        self._books[node.owner].device_pages += len(pages)
+        node.owner.device_pages += len(pages)
         if node.parent is not None:
             node.parent.device_children += 1
         self._offer(node, device=True)
 
     def _set_host(self, node: TreeNode, pages: Pages) -> None:
         node.host = pack(pages)
-        self._books[node.owner].host_pages += len(pages)
+        node.owner.host_pages += len(pages)
         if node.parent is not None:
             node.parent.host_children += 1
         self._offer(node, device=False)
 
     def _clear_device(self, node: TreeNode) -> None:
-        self._books[node.owner].device_pages -= node.pages
+        node.owner.device_pages -= node.pages
         node.device = None
         if node.parent is not None:
             node.parent.device_children -= 1
             self._offer(node.parent, device=True)
 
     def _clear_host(self, node: TreeNode) -> None:
-        self._books[node.owner].host_pages -= node.pages
+        node.owner.host_pages -= node.pages
         node.host = None
         node.stored = False
         if node.parent is not None:
@@ -461,11 +481,20 @@ class TreeStructure:
             ),
         )
 
+    def _queues(self) -> Iterator[EvictionQueue[Any]]:
+        """Yield every eviction queue."""
+        yield from (self._device_queue, self._host_queue, self._unsaved_queue)
+        for pool in self.windows.values():
+            yield from (pool.device_queue, pool.host_queue)
+        for books in self._books.values():
+            own = (books.device_queue, books.host_queue, books.unsaved_queue)
+            yield from (queue for queue in own if queue is not None)
+
     def _offer(self, node: TreeNode, *, device: bool) -> None:
         """Let an unlocked leaf of a tier wait for its eviction."""
         if node.parent is None:
             return
-        books = self._books[node.owner]
+        books = node.owner
         queues = [(self._device_queue, books.device_queue) if device else (self._host_queue, books.host_queue)]
         if node.backup is not None and not device:
             queues.append((self._unsaved_queue, books.unsaved_queue))

@@ -101,7 +101,7 @@ class TreeTransfers(TreeBackups):
 
     def _host_quota(self, node: TreeNode) -> bool:
         """Whether the namespace may have the node on the host too, after evicting its other leaves if need be."""
-        books = self._books[node.owner]
+        books = node.owner
         limit = books.quota.host_pages
         if limit is None or books.host_queue is None:
             return True

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -241,9 +240,3 @@ def _modules(device: torch.device) -> dict[str, dict[str, Any]]:
         outcome = load_outcome(name, module_device_type(device))
         found[name] = {"origin": outcome.origin, "seconds": outcome.seconds, "reason": outcome.reason}
     return found
-
-
-def write_report(report: Report, path: Path) -> None:
-    """Write a report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report.to_json() + "\n")

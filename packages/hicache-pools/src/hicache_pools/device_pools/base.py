@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hicache_kernels.checks import check_tensor
+
 from ..checks import whole
 from .components import DeviceComponent
 
@@ -64,6 +66,9 @@ class DevicePool:
         """
         if not components:
             raise ValueError("components is empty; a device pool has at least one")
+        for number, component in enumerate(components):
+            if not isinstance(component, DeviceComponent):
+                raise TypeError(f"components[{number}] is a {type(component).__name__}; it must be a DeviceComponent")
         first = components[0]
         names = [component.name for component in components]
         if len(set(names)) < len(names):
@@ -122,8 +127,7 @@ class DevicePool:
 
 def check_index_translation(table: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless the table is a one-dimensional tensor of int64 or int32."""
-    if not isinstance(table, torch.Tensor):
-        raise TypeError(f"index_translation is a {type(table).__name__}; it must be a tensor")
+    check_tensor("index_translation", table, "a tensor of int64 or int32")
     if table.dim() != 1 or table.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"index_translation has shape {tuple(table.shape)} and dtype {table.dtype}; it must be [virtual slots] of "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
 from hicache_kernels import DeviceRows
+from hicache_kernels.checks import checked_tensors
 
 from ..checks import one_of
 
@@ -22,6 +23,8 @@ class BufferForm(StrEnum):
     """``[blocks, block, *element]``."""
     HEAD_MAJOR = "head_major"
     """``[heads, slots, dim]``."""
+    BLOCK_HEAD_MAJOR = "block_head_major"
+    """``[blocks, heads, block, dim]``; only ``dim`` must be dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +96,9 @@ def component_from_tensors(
     name
         The argument the tensors were passed as; it names the component too.
     tensors
-        One a layer, of one shape, stride, dtype and device. The dimensions of the element must be dense, those
-        before it may be strided, as long as no two rows overlap.
+        One a layer, of one shape, stride, dtype and device. The dimensions of the element must be dense (in
+        ``[blocks, block, heads, dim]`` and the head-major forms only ``dim``), those before it may be strided, as long
+        as no two rows overlap.
     form
         Order of the dimensions.
     slots_per_row
@@ -116,6 +120,16 @@ def component_from_tensors(
         _check_strides(name, first, 2)
         heads, _, dim = first.shape
         rows = DeviceRows.head_major(tensors)
+        return DeviceComponent(
+            name, tensors, rows, dim * first.element_size(), (heads, dim), first.dtype, slots_per_row
+        )
+    if form is BufferForm.BLOCK_HEAD_MAJOR or (form is BufferForm.BLOCK_MAJOR and _has_heads_apart(first)):
+        if first.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(first.shape)}; block-head-major is [blocks, heads, block, dim]")
+        blocks = tensors if form is BufferForm.BLOCK_HEAD_MAJOR else tuple(t.transpose(1, 2) for t in tensors)
+        _check_strides(name, blocks[0], 3)
+        _, heads, _, dim = blocks[0].shape
+        rows = DeviceRows.block_head_major(blocks)
         return DeviceComponent(
             name, tensors, rows, dim * first.element_size(), (heads, dim), first.dtype, slots_per_row
         )
@@ -146,16 +160,9 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
     TypeError, ValueError
         Naming the layer that differs.
     """
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
-    if isinstance(tensors, Iterator):
-        raise TypeError(f"{name} is a {type(tensors).__name__}, which can be read once; pass a list or a tuple")
-    layers = tuple(tensors)
+    layers = checked_tensors(name, tensors)
     if not layers:
         raise ValueError(f"{name} is empty; pass one tensor a layer")
-    for number, layer in enumerate(layers):
-        if not isinstance(layer, torch.Tensor):
-            raise TypeError(f"{name}[{number}] is a {type(layer).__name__}; pass one tensor a layer")
     first = layers[0]
     if first.numel() == 0:
         raise ValueError(f"{name}[0] has shape {tuple(first.shape)}; it must hold at least one element")
@@ -171,6 +178,16 @@ def checked_layers(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Te
                     f"{name}[{number}] has {what} {value}; every layer must have {wanted}, as {name}[0] has"
                 )
     return layers
+
+
+def left_out(layers: object) -> bool:
+    """Whether an optional family of layers is none: an empty sequence."""
+    return isinstance(layers, Sequence) and not layers
+
+
+def _has_heads_apart(tensor: torch.Tensor) -> bool:
+    """Whether the heads of ``[blocks, block, heads, dim]`` are not one dense element, but rows of their own."""
+    return tensor.dim() == 4 and tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]
 
 
 def _check_strides(name: str, tensor: torch.Tensor, index_dims: int) -> None:

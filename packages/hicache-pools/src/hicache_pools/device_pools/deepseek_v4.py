@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .base import DevicePool
-from .components import BufferForm, component_from_tensors
+from .components import BufferForm, component_from_tensors, left_out
 
 
 class DeepSeekV4PagedPool(DevicePool):
@@ -106,7 +106,7 @@ class DeepSeekV4PagedPool(DevicePool):
             raise ValueError(
                 f"slots_per_row is {slots_per_row}; it must be a multiple of compression_ratio {compression_ratio}"
             )
-        families = {"kv": kv, "indexer": indexer} if len(indexer) else {"kv": kv}
+        families = {"kv": kv} if left_out(indexer) else {"kv": kv, "indexer": indexer}
         components = [
             component_from_tensors(name, layers, BufferForm.SLOT_MAJOR, slots_per_row=slots_per_row)
             for name, layers in families.items()
@@ -179,7 +179,7 @@ class DeepSeekV4StatePool(DevicePool):
     def _describe_states(
         self, states: Mapping[str, Sequence[torch.Tensor]], index_translation: torch.Tensor | None
     ) -> None:
-        if not states:
+        if left_out(states) or states == {}:
             raise ValueError("state is empty; pass one tensor a layer, or a mapping from names to such sequences")
         components = [component_from_tensors(name, layers, BufferForm.SLOT_MAJOR) for name, layers in states.items()]
         self.describe(components, 1, index_translation)

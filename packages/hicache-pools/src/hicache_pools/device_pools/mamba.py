@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from .base import DevicePool
-from .components import BufferForm, DeviceComponent, component_from_tensors
+from .components import BufferForm, DeviceComponent, component_from_tensors, left_out
 
 Layers = Sequence[torch.Tensor]
 
@@ -95,7 +95,11 @@ class MambaPool(DevicePool):
         """
         if page_size != 1:
             raise ValueError(f"page_size is {page_size}; a state pool has pages of 1 slot")
-        named = side if isinstance(side, Mapping) else {str(i): s for i, s in enumerate(_families("side", side or ()))}
+        named = (
+            side
+            if isinstance(side, Mapping)
+            else {str(i): s for i, s in enumerate(_families("side", () if side is None else side))}
+        )
         pool = cls.__new__(cls)
         pool._describe_states(_families("conv", conv), temporal, named, index_translation)
         return pool
@@ -108,7 +112,7 @@ class MambaPool(DevicePool):
         index_translation: torch.Tensor | None,
     ) -> None:
         components = [_state(f"conv[{i}]", layers) for i, layers in enumerate(conv)]
-        components += [_state("temporal", temporal)] if len(temporal) else []
+        components += [] if left_out(temporal) else [_state("temporal", temporal)]
         components += [_state(f"side[{name}]", layers) for name, layers in side.items()]
         self.describe(components, 1, index_translation)
         self.conv_buffer = [list(layers) for layers in conv]
@@ -124,6 +128,8 @@ def _families(name: str, layers: Layers | Sequence[Layers]) -> list[Layers]:
     """Tell one family (one tensor a layer) from a sequence of families."""
     if isinstance(layers, torch.Tensor):
         raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
+    if not isinstance(layers, Iterable) or isinstance(layers, Iterator):
+        raise TypeError(f"{name} is a {type(layers).__name__}; pass one tensor a layer, or one sequence a state")
     if all(isinstance(layer, torch.Tensor) for layer in layers):
         family: list[torch.Tensor] = [layer for layer in layers if isinstance(layer, torch.Tensor)]
         return [family] if family else []
@@ -132,6 +138,10 @@ def _families(name: str, layers: Layers | Sequence[Layers]) -> list[Layers]:
         if isinstance(layer, torch.Tensor):
             raise TypeError(
                 f"{name}[{number}] is a tensor among sequences; pass one tensor a layer, or one sequence a state"
+            )
+        if not isinstance(layer, Iterable):
+            raise TypeError(
+                f"{name}[{number}] is a {type(layer).__name__}; pass one tensor a layer, or one sequence a state"
             )
         families.append(list(layer))
     return families

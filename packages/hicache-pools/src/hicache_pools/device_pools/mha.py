@@ -75,12 +75,13 @@ class MHATokenToKVPool(DevicePool):
         ----------
         k, v
             One tensor a layer: ``[slots, heads, dim]``, ``[blocks, block, heads, dim]``, or ``[heads, slots, dim]``
-            with ``form="head_major"``. K and V may differ in their head dimension; dimensions before the element may be
-            strided.
+            with ``form="head_major"``, or ``[blocks, heads, block, dim]`` with ``form="block_head_major"``. K and V may
+            differ in their head dimension; dimensions before the element may be strided, and in blocks the heads too.
         kv
             Instead of both, one tensor a layer with K and V together: ``[2, blocks, block, heads, dim]``,
             ``[blocks, 2, block, heads, dim]`` or ``[2, slots, heads, dim]``. With two blocks the first is meant; views
-            passed as ``k`` and ``v`` make the second.
+            passed as ``k`` and ``v`` make the second. With ``form="block_head_major"``,
+            ``[blocks, heads, block, 2 * dim]``, where the values of a head follow its keys.
         page_size
             Slots a page.
         form
@@ -92,7 +93,7 @@ class MHATokenToKVPool(DevicePool):
         if kv is not None:
             if k is not None or v is not None:
                 raise ValueError("kv is given beside k or v; pass either kv, or both k and v")
-            k, v, joint_form = _split_keys_and_values(kv)
+            k, v, joint_form = _split_keys_and_values(kv, form)
             if form is not None and form is not joint_form:
                 raise ValueError(f"form is {form.value!r}; kv of shape {tuple(kv[0].shape)} is {joint_form.value}")
             form = joint_form
@@ -138,17 +139,21 @@ def _form_of(name: str, dims: int) -> BufferForm:
 
 
 def _split_keys_and_values(
-    kv: Sequence[torch.Tensor],
+    kv: Sequence[torch.Tensor], form: BufferForm | None
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], BufferForm]:
     shape = tuple(checked_layers("kv", kv)[0].shape)
+    if form is BufferForm.BLOCK_HEAD_MAJOR:
+        if len(shape) != 4 or shape[3] % 2:
+            raise ValueError(f"kv has shape {shape}; block-head-major is [blocks, heads, block, 2 * dim]")
+        return [t[..., : shape[3] // 2] for t in kv], [t[..., shape[3] // 2 :] for t in kv], form
     if len(shape) in (4, 5) and shape[0] == 2:
         dim = 0
     elif len(shape) == 5 and shape[1] == 2:
         dim = 1
     else:
         raise ValueError(
-            f"kv has shape {shape}; accepted are [2, blocks, block, heads, dim], [blocks, 2, block, heads, dim] and "
-            "[2, slots, heads, dim]"
+            f"kv has shape {shape}; accepted are [2, blocks, block, heads, dim], [blocks, 2, block, heads, dim], "
+            "[2, slots, heads, dim] and, with form='block_head_major', [blocks, heads, block, 2 * dim]"
         )
     form = BufferForm.SLOT_MAJOR if len(shape) == 4 else BufferForm.BLOCK_MAJOR
     return [t.select(dim, 0) for t in kv], [t.select(dim, 1) for t in kv], form

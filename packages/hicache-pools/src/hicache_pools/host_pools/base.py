@@ -21,11 +21,13 @@ from hicache_kernels import (
     TransferResult,
     host_strides,
 )
+from hicache_kernels.checks import check_tensor
 
 from ..checks import one_of, whole
 from ..device_pools import DeviceComponent, DevicePool
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
+from ..memory_budget import HostMemoryBudget
 from ..packed_draft import append_draft_layers, check_draft, unwrap_draft_pool
 from ..simulation import ReferenceTransfer, simulation_is_active
 from .geometry import PagePart, page_count, page_parts, pool_geometry, typed_view
@@ -143,6 +145,11 @@ class HostPool:
             raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
 
         self.device_pool = device_pool
+        if not isinstance(packed_draft_device_pools, Sequence):
+            raise TypeError(
+                f"packed_draft_device_pools is a {type(packed_draft_device_pools).__name__}; it must be a sequence of "
+                "device pools"
+            )
         self._wrapped_drafts = tuple(packed_draft_device_pools)
         self.packed_draft_device_pools = tuple(unwrap_draft_pool(draft) for draft in self._wrapped_drafts)
         self._components = self._components_with_drafts()
@@ -154,6 +161,9 @@ class HostPool:
         pages = whole("pages", pages)
         if pages < 1:
             raise ValueError(f"pages is {pages}; a host pool has at least 1")
+        options = memory_options or HostMemoryOptions()
+        # Before the slots, whose bookkeeping grows with the pages.
+        (options.budget or HostMemoryBudget()).check(pages * self.geometry.page_bytes)
         self._set_up_slots(pages)
         self._strides = host_strides(
             self.layout,
@@ -168,7 +178,7 @@ class HostPool:
             pin=pin_memory,
             allocator_type=allocator_type,
             device=device_pool.device,
-            options=memory_options or HostMemoryOptions(),
+            options=options,
             drain=self._gate.drain,
         )
         self._index_rows = IndexRows(
@@ -246,6 +256,10 @@ class HostPool:
     def free_pages(self, pages: npt.ArrayLike) -> int:
         """Give pages back; returns how many. A bad page raises and changes nothing."""
         return self.allocator.free_pages(pages)
+
+    def owned_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
+        """Return the pages of slots; ValueError unless they are whole pages, each once, that somebody owns."""
+        return self.allocator.owned_pages(indices)
 
     def available_size(self) -> int:
         """Return the free slots."""
@@ -449,8 +463,7 @@ class HostPool:
 
     def write_page(self, page: int, data: torch.Tensor) -> None:
         """Copy a page in: uint8 ``[page_bytes]``, as :meth:`read_page` gave it."""
-        if not isinstance(data, torch.Tensor):
-            raise TypeError(f"data is a {type(data).__name__}; a page is a tensor, uint8 [{self.page_bytes}]")
+        check_tensor("data", data, f"a tensor, uint8 [{self.page_bytes}]")
         if data.dtype is not torch.uint8 or data.shape != (self.page_bytes,):
             raise ValueError(
                 f"data has shape {tuple(data.shape)} and dtype {data.dtype}; a page is uint8 [{self.page_bytes}]"

@@ -34,11 +34,14 @@ class ComponentGeometry:
         Bytes one layer keeps for one row number.
     dtype
         Name of its type, such as ``bfloat16``.
+    element_shape
+        Shape of those bytes in that type, such as ``(heads, dim)``.
     """
 
     name: str
     element_bytes: int
     dtype: str
+    element_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ def pool_geometry(
     (slots,) = slots_per_row
     if page_size < 1 or page_size % slots:
         raise ValueError(f"page_size is {page_size}; it must be a positive multiple of the {slots} slots of a row")
-    described = tuple(ComponentGeometry(c.name, c.element_bytes, dtype_name(c.dtype)) for c in components)
+    described = tuple(
+        ComponentGeometry(c.name, c.element_bytes, dtype_name(c.dtype), tuple(c.element_shape)) for c in components
+    )
     return PoolGeometry(layout, page_size, page_size // slots, layers, described)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from hicache_kernels.checks import check_tensor
+
 from ..device_pools import DevicePool
 
 
@@ -133,8 +135,7 @@ def _on_cpu(indices: torch.Tensor) -> torch.Tensor:
 
 
 def _check_form(name: str, indices: torch.Tensor, device: torch.device) -> None:
-    if not isinstance(indices, torch.Tensor):
-        raise TypeError(f"{name} is a {type(indices).__name__}; it must be a tensor of torch.int64 or torch.int32")
+    check_tensor(name, indices, "a tensor of torch.int64 or torch.int32")
     if indices.device.type not in ("cpu", device.type):
         raise ValueError(f"{name} lies on {indices.device}; it must be on the CPU or on {device}")
     if indices.dtype not in (torch.int64, torch.int32):

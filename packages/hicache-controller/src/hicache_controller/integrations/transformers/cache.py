@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from hicache_kernels import HostLayout
 
+from ...forks import refuse_in_forks
 from ...hashing import Namespace
 from ...storage import Fingerprint, HiCacheStorage
 from ...storage.file import FileStorage
@@ -92,6 +93,7 @@ class HiCache:
         on_unsupported: OnUnsupported = "error",
         unsupported: str | None = None,
     ) -> None:
+        refuse_in_forks(self)
         self.model = model
         self._tiers = tiers
         self.storage = storage

@@ -232,3 +232,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_copies, hicache::plan_copies_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scan_indices, hicache::scan_indices_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(upload_indices, hicache::upload_indices_entry);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(create_stream, hicache::create_stream_entry);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(device_address, hicache::device_address_entry);

@@ -25,12 +25,13 @@ class TensorCheck {
     return *this;
   }
 
-  // Where the kernels of this build can read: device or pinned memory, or CPU memory in a CPU build.
+  // Where the kernels of this build can read at the address that the tensor has: device memory, or CPU memory in a CPU
+  // build. Pinned memory may have another address for kernels.
   TensorCheck& on_device() {
     const DLDeviceType type = tensor_.device().device_type;
-    if (type != kDLGPU && type != kDLGPUHost) {
+    if (type != kDLGPU) {
       TVM_FFI_THROW(ValueError) << name_ << " lies on device type " << static_cast<int>(type) << "; it must be "
-                                << static_cast<int>(kDLGPU) << " or " << static_cast<int>(kDLGPUHost);
+                                << static_cast<int>(kDLGPU);
     }
     return *this;
   }

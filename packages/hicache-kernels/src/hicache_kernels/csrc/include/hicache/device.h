@@ -53,6 +53,7 @@ inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, 
   return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height,
                            to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream);
 }
+inline gpuError_t gpuHostGetDevicePointer(void** found, void* host) { return cudaHostGetDevicePointer(found, host, 0); }
 #define HICACHE_GRID_CONSTANT __grid_constant__
 
 #if CUDART_VERSION >= 12050
@@ -118,6 +119,7 @@ inline gpuError_t gpuMemcpy2DAsync(void* to, size_t to_pitch, const void* from, 
   return hipMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height,
                           to_host ? hipMemcpyDeviceToHost : hipMemcpyHostToDevice, stream);
 }
+inline gpuError_t gpuHostGetDevicePointer(void** found, void* host) { return hipHostGetDevicePointer(found, host, 0); }
 #define HICACHE_GRID_CONSTANT
 
 // HIP waits for values in signal memory only, which a kernel cannot count in.
@@ -149,9 +151,17 @@ inline int64_t create_stream_entry() {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream));
 }
 
+// Where kernels of the current device find a byte of pinned host memory.
+inline int64_t device_address_entry(int64_t host) {
+  void* found = nullptr;
+  check_gpu(gpuHostGetDevicePointer(&found, reinterpret_cast<void*>(host)), "finding the device address of host memory");
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(found));
+}
+
 #else
 
 inline int64_t create_stream_entry() { return 0; }
+inline int64_t device_address_entry(int64_t host) { return host; }
 
 #endif
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .cases import direct_grid, grid, quick_grid, quota_grid
-from .plot import plot_report
-from .report import Report, run_benchmark, write_report
-from .targets import evaluate_targets
+from .command_line import (
+    CommandError,
+    check_device,
+    check_output,
+    check_plot,
+    errors,
+    find_device,
+    output,
+    read_json,
+    write_output,
+)
 
-console = Console()
-errors = Console(stderr=True)
+if TYPE_CHECKING:
+    from .bench import Report
 
 
 def bench(
-    device: Annotated[str, typer.Option(help="Device to measure; the GPU if there is one.")] = "",
+    device: Annotated[str | None, typer.Option(help="Device to measure; the GPU if there is one.")] = None,
     mib: Annotated[int, typer.Option(min=1, help="MiB of an operation.")] = 512,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured repetitions of each.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Measured repetitions of each.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of the grid.")] = False,
     interference: Annotated[bool, typer.Option(help="Measure compute beside transfers.")] = True,
     build: Annotated[bool, typer.Option("--build", help="Time a build of both modules on two cores.")] = False,
@@ -31,35 +39,59 @@ def bench(
     show: Annotated[Path | None, typer.Option(help="Measure nothing: show a report written before.")] = None,
 ) -> None:
     """Measure transfers as shares of a plain copy, and graphs of matrix products beside them."""
-    if show is not None:
-        report = Report.from_json(show.read_text())
-    else:
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        cases = (*quick_grid(), *direct_grid((128, 2048))) if quick else (*grid(), *direct_grid(), *quota_grid())
-        size = mib << 20
-        with errors.status("starting") as status:
-            report = run_benchmark(
-                [case for case in cases if case.page_bytes <= size],
-                device=where,
-                size=size,
-                repeats=repeats,
-                interference=interference,
-                build=build,
-                progress=status.update,
-            )
-    show_report(report, console)
+    check_device(device)
     if json_path is not None:
-        write_report(report, json_path)
+        check_output("--json", json_path, show)
     if plot is not None:
-        try:
-            plot_report(report, plot)
-        except ModuleNotFoundError as error:
-            errors.print(f"[red]error:[/] {error}", soft_wrap=True)
-            raise typer.Exit(1) from error
+        check_plot(plot, "hicache-kernels[bench]", show)
+    if show is not None:
+        report = _read_report(show)
+    else:
+        largest = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 22  # both directions have buffers
+        if mib > largest:
+            raise CommandError(f"--mib is {mib}; accepted is 1 to {largest}, a quarter of this machine's memory")
+        report = _measure(device, mib << 20, repeats, quick=quick, interference=interference, build=build)
+    show_report(report, output)
+    if json_path is not None:
+        write_output("--json", json_path, lambda path: path.write_text(report.to_json() + "\n"))
+    if plot is not None:
+        from .bench.plot import plot_report
+
+        write_output("--plot", plot, lambda path: plot_report(report, path))
+
+
+def _read_report(path: Path) -> Report:
+    fields = read_json("--show", path)
+    from .bench import Report
+
+    try:
+        return Report.from_json(json.dumps(fields))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CommandError(f"--show is {path}; that is no report that --json wrote") from None
+
+
+def _measure(device: str | None, size: int, repeats: int, *, quick: bool, interference: bool, build: bool) -> Report:
+    where = find_device(device)
+    from .bench import direct_grid, grid, quick_grid, run_benchmark
+    from .bench.cases import quota_grid
+
+    cases = (*quick_grid(), *direct_grid((128, 2048))) if quick else (*grid(), *direct_grid(), *quota_grid())
+    with errors.status("starting") as status:
+        return run_benchmark(
+            [case for case in cases if case.page_bytes <= size],
+            device=where,
+            size=size,
+            repeats=repeats,
+            interference=interference,
+            build=build,
+            progress=status.update,
+        )
 
 
 def show_report(report: Report, to: Console) -> None:
     """Print the tables of a report."""
+    from .bench import evaluate_targets
+
     plain = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in report.plain_bytes_per_second.items())
     to.print(
         f"{report.environment['device']}: a plain copy moves {plain}; the planner goes by constants "

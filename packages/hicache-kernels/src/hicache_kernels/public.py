@@ -1,0 +1,27 @@
+"""Every public name of the package, which imports this module when the first of them is used."""
+
+from .layout import HostLayout, HostStrides, host_bytes, host_strides
+from .plane import DeviceRows, HostRows, Plane
+from .planner import PathUnavailableError, Plan
+from .pointer_tables import pointer_table
+from .staging import Direction, StagingRing
+from .transfer import Capabilities, PlaneTransfer, TransferPolicy, TransferResult
+
+__all__ = [
+    "Capabilities",
+    "DeviceRows",
+    "Direction",
+    "HostLayout",
+    "HostRows",
+    "HostStrides",
+    "PathUnavailableError",
+    "Plan",
+    "Plane",
+    "PlaneTransfer",
+    "StagingRing",
+    "TransferPolicy",
+    "TransferResult",
+    "host_bytes",
+    "host_strides",
+    "pointer_table",
+]
