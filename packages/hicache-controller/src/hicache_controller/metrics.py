@@ -58,8 +58,9 @@ class Metrics:
     Counters: ``transfer_bytes``, ``transfer_operations`` and ``transfer_runs`` by ``direction``, ``path`` and ``pool``;
     ``transfer_failures`` by ``direction``; ``fallbacks`` by ``reason`` and ``direction``; ``deferred_frees``;
     ``storage_pages`` that storage took or gave, by ``operation`` and ``pool``;
-    ``backup_pages``, ``backup_failed_pages``, ``backup_retries``, ``backup_dropped_pages``; ``prefetch_pages``,
-    ``prefetch_missing_pages``, ``prefetch_cancelled``, ``prefetch_dropped_pages``; ``storage_errors`` and
+    ``backup_pages``, ``backup_failed_pages``, ``backup_retries``; ``backup_skipped_pages`` by ``pool``;
+    ``prefetch_pages``, ``prefetch_missing_pages``, ``prefetch_cancelled``, ``prefetch_dropped_pages``;
+    ``storage_errors`` and
     ``storage_timeouts`` by ``operation``; ``lost_ranks``. Histograms: ``transfer_seconds`` (the transfer itself, on the
     device's clock) and ``transfer_submit_seconds`` by ``direction``, ``storage_seconds`` by ``operation``. Gauges:
     queue depths. Checksum failures and the like are in the storage's own ``stats()``.

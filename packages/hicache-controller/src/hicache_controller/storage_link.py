@@ -21,7 +21,7 @@ from .interrupts import interruptibly
 from .operations import StorageAck
 from .storage.base import HiCacheStorage, RemovalListener
 from .storage_lookup import StorageLookup
-from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask
+from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask, given_up
 from .storage_worker import (
     ANCHOR,
     PageGet,
@@ -114,14 +114,6 @@ class _Attached:
     def threads(self) -> tuple[StorageThread[Any], ...]:
         """All of them."""
         return self.backups, self.prefetches, self.lookup.thread
-
-
-def _given_up(backup: BackupOperation) -> BackupOperation:
-    """Stand in for a backup that a storage which was let go is not done with: acks come in order."""
-    failed = BackupOperation((), backup.node_id)
-    failed.error = RuntimeError("the storage was detached before it had taken the pages")
-    failed.host_ready.fire()
-    return failed
 
 
 class StorageLink:
@@ -288,7 +280,7 @@ class StorageLink:
             self._cancel_prefetches()
             for backup in list(self._backups):
                 self.cancel_backup(backup.node_id)
-            return all(thread.drain(bound.left()) for thread in self._attached.threads)
+            return all(thread.drain(bound.left()) for thread in (self._attached.backups, self._attached.prefetches))
 
     def forget(self) -> None:
         """Drop the acks that nobody has asked for."""
@@ -335,7 +327,8 @@ class StorageLink:
                 patience, calls = self._patience(bound), self._backup_calls()
                 if self._submit(attached.backups, operation, patience):
                     return
-            self._in_vain = (patience, calls)
+            if patience:
+                self._in_vain = (patience, calls)
             self._skip(operation)
             operation.error = RuntimeError(
                 f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for {patience} s"
@@ -512,7 +505,7 @@ class StorageLink:
         for thread in attached.threads:
             thread.stop()
         stopped = [thread.close(bound.left()) for thread in attached.threads]
-        self._backups = deque(each if each.done else _given_up(each) for each in self._backups)
+        self._backups = deque(each if each.done else given_up(each) for each in self._backups)
         if self._listener is not None and isinstance(attached.backend, HiCacheStorage):
             attached.backend.set_removal_listener(None)
         self.changes += 1

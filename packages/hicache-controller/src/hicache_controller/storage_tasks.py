@@ -248,3 +248,11 @@ class PrefetchOperation(StorageTask):
 
     def _usable(self) -> int:
         return self._loaded_pages if self._loaded_pages == self.pages or not self.trailing_parts else 0
+
+
+def given_up(backup: BackupOperation) -> BackupOperation:
+    """Stand in for a backup that a storage which was let go is not done with: acks come in order."""
+    failed = BackupOperation((), backup.node_id)
+    failed.error = RuntimeError("the storage was detached before it had taken the pages")
+    failed.host_ready.fire()
+    return failed

@@ -12,6 +12,7 @@ module                    holds
 ``eviction``              what leaves a tier, and the room that makes
 ``reclaim``               allocations of the engine that make the tree evict
 ``backups``               what is stored, once and again
+``bounded``               how long a call may wait for storage
 ``presence``              what is known to be in storage
 ``transfers``             writes and loads
 ``loading``               prefetch and load-back
@@ -29,7 +30,6 @@ from .components import WindowComponent
 from .drafts import maybe_register_hicache_draft, register_hicache_draft_pools
 from .events import CacheEvent, Change, Tier
 from .keys import KEY_BYTES, SequenceKeys
-from .loading import Prefetching
 from .node import Pages, TreeNode
 from .policies import (
     EvictionStrategy,
@@ -44,7 +44,7 @@ from .policies import (
     SizeAware,
     WritePolicy,
 )
-from .results import InsertResult, Match, Restored, TreeStats, WindowStats
+from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
 from .structure import PageAllocator
 
 __all__ = [

@@ -329,6 +329,16 @@ class TreeEviction(TreeStructure, ABC):
             self._unlock_host(match.node)
         self._unpin_both(match.device_pin, match.host_pin)
 
+    # Ranks
+
+    def _smallest(self, value: int) -> int:
+        """Smallest value of all ranks; this one's where others are lost, as the engine here may go on."""
+        agreement = self.controller.agreement
+        return value if agreement.broken else agreement.smallest([value])[0]
+
+    def _on_all_ranks(self, here: bool) -> bool:
+        return bool(self._smallest(int(here)))
+
     # Room, on all ranks or none: what one lacks, none uses, or their trees would differ
 
     def _device_room(self) -> int:

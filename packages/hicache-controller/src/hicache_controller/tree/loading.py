@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..interrupts import interrupts_held_back
-from ..storage_tasks import PrefetchOperation
 from ..wait_bound import WaitBound
 from .backups import further
 from .bounded import bounded
@@ -20,31 +18,8 @@ from .events import Change, Tier
 from .keys import KEY_BYTES, Tokens, common_pages, key_list, own_tokens
 from .namespaces import NO_BOOKS, NamespaceBooks
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
-from .results import Match
+from .results import Match, Prefetching
 from .transfers import TreeTransfers
-
-
-@dataclass(frozen=True, eq=False)
-class Prefetching:
-    """Pages on their way from storage to the host, for :meth:`TreeLoads.finish_prefetch`.
-
-    Attributes
-    ----------
-    match
-        What they follow; still pinned.
-    slots, transfers
-        Host slots of the anchor and of windowed pools that are being filled.
-    operation
-        The controller's; None where storage has nothing, or the host no room.
-    storage_changes
-        How often the storage had changed when it began.
-    """
-
-    match: Match
-    slots: torch.Tensor
-    transfers: list[PoolTransfer]
-    operation: PrefetchOperation | None
-    storage_changes: int = 0
 
 
 class TreeLoads(TreeTransfers):

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
+from hicache_pools.pool_transfer import PoolTransfer
+
+from ..storage_tasks import PrefetchOperation
 from .keys import KEY_BYTES, Tokens, key_list
 from .namespaces import NO_BOOKS, NamespaceBooks
 from .node import Pages, Pin, TreeNode
@@ -94,3 +99,26 @@ class Restored(NamedTuple):
     match: Match
     pages: Pages
     windows: dict[str, Pages]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetching:
+    """Pages on their way from storage to the host, for ``finish_prefetch``.
+
+    Attributes
+    ----------
+    match
+        What they follow; still pinned.
+    slots, transfers
+        Host slots of the anchor and of windowed pools that are being filled.
+    operation
+        The controller's; None where storage has nothing, or the host no room.
+    storage_changes
+        How often the storage had changed when it began.
+    """
+
+    match: Match
+    slots: torch.Tensor
+    transfers: list[PoolTransfer]
+    operation: PrefetchOperation | None
+    storage_changes: int = 0

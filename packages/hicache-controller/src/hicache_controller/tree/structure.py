@@ -23,8 +23,8 @@ from .node import Needed, Operation, Pages, Pin, TreeNode, WindowPart, cut, pack
 from .policies import NO_NAMESPACE, NO_QUOTA, AnyStrategy, Quota, eviction_strategy, is_placed
 from .queue import EvictionQueue
 
-_QUEUES = 1 | 2 | 4 | 8
-"""Bits of ``TreeNode.queued`` of the queues of both tiers, and of a namespace's own."""
+_QUEUES = 1 | 2 | 4 | 8 | 64 | 128
+"""Bits of ``TreeNode.queued`` of the queues of both tiers and of what is not saved, and of a namespace's own."""
 
 
 class PageAllocator(Protocol):
@@ -510,16 +510,6 @@ class TreeStructure:
     def _unlock_host(self, node: TreeNode) -> None:
         node.host_lock -= 1
         self._offer(node, device=False)
-
-    # Ranks
-
-    def _smallest(self, value: int) -> int:
-        """Smallest value of all ranks; this one's where others are lost, as the engine here may go on."""
-        agreement = self.controller.agreement
-        return value if agreement.broken else agreement.smallest([value])[0]
-
-    def _on_all_ranks(self, here: bool) -> bool:
-        return bool(self._smallest(int(here)))
 
     # Slots, events
 

@@ -34,8 +34,8 @@ PAGE_ROW_BYTES = 64 << 10
 SMALLEST_PAGE, LARGEST_PAGE = 16, 256
 
 STORAGE_BATCH_PAGES = 1024
-"""Pages of one call to storage: sessions wait for all of a piece anyway, and a call costs half a millisecond. What is
-interrupted, or takes longer than sessions wait for storage, brings nothing."""
+"""Pages of one call to storage: sessions wait for all of a piece anyway, and a call costs half a millisecond. Of what
+is interrupted, or takes longer than sessions wait for storage, the calls that have ended count."""
 
 STORAGE_WAIT_SECONDS = 30.0
 """How long a session waits for storage: no scheduler is held up, and computing a prompt anew mostly takes longer."""
