@@ -55,7 +55,9 @@ class GpuStack:
             device_free_fn=self.allocator.free,
         )
         self.group = HostPoolGroup([self.entry])
-        self.controller = controller(self.group, storage=StorageSettings(retry_seconds=0), **options)
+        self.controller = controller(
+            self.group, storage=StorageSettings(retry_seconds=0, max_wait_seconds=30.0), **options
+        )
         self.warm_up()
 
     def warm_up(self) -> None:
