@@ -191,7 +191,7 @@ class StorageLink:
             self.skipped(len(part.keys), part.name)
 
     def _patience(self, bound: WaitBound) -> float:
-        """Seconds to wait for backups: none where storage has ended no call since as long a wait was in vain."""
+        """Seconds to wait for backups: none after as long a wait that ran out, until storage has ended another call."""
         seconds = min(bound.left(), self.settings.timeout_seconds)
         waited, calls = self._in_vain
         return 0.0 if calls == self._backup_calls() and seconds <= waited else seconds

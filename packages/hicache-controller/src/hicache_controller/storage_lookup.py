@@ -38,7 +38,7 @@ class StorageLookup:
     Parameters
     ----------
     backend
-        Whom to ask.
+        The storage that is asked.
     metrics, logs
         Where to count, and what keeps the log short.
     queue_pages, synchronous
