@@ -165,11 +165,11 @@ def test_argument_that_cannot_work_is_one_line_without_torch(arguments: list[str
     assert run.stderr.count("\n") == 1, run.stderr
 
 
-def test_report_that_is_none_is_refused_in_one_line(runner: CliRunner, tmp_path: Path) -> None:
+def test_file_that_is_not_a_report_is_refused_in_one_line(runner: CliRunner, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     result = runner.invoke(app, ["bench", "--show", str(tmp_path / "report.json")])
     assert result.exit_code == 2
-    assert "that is no report" in result.stderr
+    assert "that is not a report" in result.stderr
 
 
 def test_missing_matplotlib_is_named_with_its_extra_before_anything_is_measured(

@@ -67,7 +67,7 @@ def _read_report(path: Path) -> Report:
     try:
         return Report.from_json(json.dumps(fields))
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise CommandError(f"--show is {path}; that is no report that --json wrote") from None
+        raise CommandError(f"--show is {path}; that is not a report written by --json") from None
 
 
 def _measure(device: str | None, size: int, repeats: int, *, quick: bool, interference: bool, build: bool) -> Report:

@@ -76,7 +76,7 @@ def _one_line_errors(program: str | None) -> Iterator[None]:
         _flush()
     except (OSError, SystemExit):
         # What is left would fail once more at the end of the interpreter, with a message and a code of its own.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(code)
 

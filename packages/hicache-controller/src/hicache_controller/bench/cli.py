@@ -117,7 +117,7 @@ def engine(
 
 
 def _check_for_any(options_on: Callable[[str], EngineOptions], devices: Sequence[str]) -> None:
-    """Raise ValueError where there is no device that the options could work on; without torch."""
+    """Raise ValueError where the options work on none of the devices; does not import torch."""
     faults = []
     for device in devices:
         try:
