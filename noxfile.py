@@ -127,7 +127,8 @@ def controller(session: nox.Session) -> None:
 @nox.session
 def together(session: nox.Session) -> None:
     """Run the tests of all three packages at work, and the GPU tests (which skip where there is none)."""
-    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus,transformers]", with_=TEST_TOOLS)
+    extras = "[mooncake,plot,prometheus,transformers]"
+    install_wheels(session, *PACKAGES, extras=extras, with_=(*TEST_TOOLS, "peft>=0.21"))
     pytest(session, "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 

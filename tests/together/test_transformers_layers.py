@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hicache_controller.integrations.transformers import UnsupportedError
-from hicache_controller.integrations.transformers.identity import weights_hash
 from hicache_controller.integrations.transformers.layers import LAYER_OF, FullLayer, StaticFullLayer, WindowLayer
 from hicache_controller.integrations.transformers.rows import PageRows, copy_rows
+from hicache_controller.integrations.transformers.weights import weights_hash
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

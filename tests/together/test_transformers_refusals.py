@@ -327,7 +327,7 @@ class TestWhatFailsGivesEverythingBack:
         if step == "attach":
             monkeypatch.setattr(HybridCacheController, "attach_storage_backend", fail)
         else:
-            monkeypatch.setattr(cache_module, "weights_mark", fail)
+            monkeypatch.setattr(cache_module.SettingsWatch, "weights_mark", fail)
         model = fam.make_model("llama", seed=1)
         opened: list[Closes] = []
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,10 +21,11 @@ from ...storage import Fingerprint, HiCacheStorage
 from ...storage.file import FileStorage
 from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
-from .identity import model_fingerprint, weights_mark
+from .identity import model_fingerprint
 from .model_layout import cache_argument, decoder_of, model_layout
 from .past import PastCache, StaticPastCache
 from .session import Session
+from .settings import Settings, SettingsWatch
 from .tiers import Tiers, build_tiers, default_page_size
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class HiCache:
         self.decoder = decoder_of(model)
         self.cache_argument = cache_argument(self.decoder.forward)
         self._configs = (model.config, model.config.get_text_config(decoder=True))
+        self._watch = SettingsWatch(model)
+        self._made_with = self._watch.read()
         self._mark = self._current_mark()
         self._logged: set[str] = set()
         self._closed = False
@@ -199,6 +202,11 @@ class HiCache:
                 if backend is not None and backend is not storage:
                     backend.close()
             raise
+        if fingerprint is not None and (private := cache.read_settings().private):
+            cache.log_once(
+                f"what is stored will be found by this cache alone: no other process can be known to have the same "
+                f"{', '.join(private[:3])}"
+            )
         if not shape.given_tokens:
             cache.log_once(
                 "prompts will not be cached: the model hands its decoder embeddings, which tell no tokens; make the "
@@ -252,7 +260,7 @@ class HiCache:
             leaves what the cache knows. What was generated is saved up to its last page boundary in any case. A
             recurrent model computes the prompt up to its checkpoints as the block begins.
         namespace
-            Separates equal prompts, as of an adapter or a tenant.
+            Separates equal prompts, as of a tenant. Adapters and other settings of the model are separated in any case.
         max_cache_len
             Tokens of a static cache, for ``torch.compile``; for models of full attention alone. With it the pages of
             the prompt are kept, and not those of what was generated.
@@ -269,13 +277,14 @@ class HiCache:
         Raises
         ------
         RuntimeError
-            If the cache is closed, the model is in training mode, or, on entry, its weights have changed.
+            If the cache is closed, the model or, on entry, a module of it is in training mode, or its weights have
+            changed.
         UnsupportedError
             For beams, several return sequences, prompt lookup, quantized and offloaded caches; on entry, for padding
             that is not on the left and for a static cache of a model that keeps more than full attention.
         ValueError
-            In the forward pass: for a mask, positions or arguments that make a restored prefix a wrong one, and for the
-            whole prompt given again behind it.
+            In the forward pass: for a mask, positions, arguments or settings of the model that make a restored prefix a
+            wrong one, and for the whole prompt given again behind it.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
@@ -301,7 +310,25 @@ class HiCache:
         return self._current_mark() != self._mark
 
     def _current_mark(self) -> tuple[object, ...]:
-        return (weights_mark(self.model), *(config._attn_implementation for config in self._configs))
+        return (self._watch.weights_mark(), *(config._attn_implementation for config in self._configs))
+
+    def read_settings(self) -> Settings:
+        """Return what decides keys and values now, apart from tokens and weights."""
+        return self._watch.read()
+
+    def namespace_with(self, settings: Settings, namespace: Namespace | None) -> Namespace | None:
+        """Return the namespace of what is computed with these settings."""
+        changed = self._made_with.difference(settings)
+        if changed is None:
+            return namespace
+        if settings.autocast is None:
+            self.log_once(
+                f"{changed} is not what it was when the cache was made; sessions find what others with the same "
+                "settings have kept"
+            )
+        namespace = namespace or Namespace()
+        salt = namespace.salt.encode() if isinstance(namespace.salt, str) else namespace.salt
+        return replace(namespace, salt=settings.digest + (b"" if salt is None else b"+" + salt))
 
     def refuse(self, error: UnsupportedError) -> None:
         """Raise the error, or log it once where ``on_unsupported`` is ``"uncached"``."""

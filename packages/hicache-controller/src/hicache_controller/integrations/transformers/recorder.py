@@ -36,6 +36,8 @@ class Recorder:
         is computed: the steps behind it may be compiled, and Python in them would be compiled along.
     rows
         The sequences of the batch.
+    changed_setting
+        Names a setting of the model that is not what it was as the session began; None where all are.
     after_pass
         Called after each pass, with the columns the cache has then; None where nobody asks.
     """
@@ -45,6 +47,7 @@ class Recorder:
         decoder: Any,
         past: PastCache | StaticPastCache,
         rows: Sequence[Row],
+        changed_setting: Callable[[], str | None],
         after_pass: Callable[[int], None] | None = None,
     ) -> None:
         self._decoder = decoder
@@ -55,6 +58,7 @@ class Recorder:
         self._passes: list[Pass] = []
         self._running: Pass | None = None
         self._unknown: str | None = None
+        self._changed_setting = changed_setting
         self._after_pass = after_pass
         self._prompt = rows[0].pad + rows[0].length
         self._prompt_only = isinstance(past, StaticPastCache)
@@ -92,6 +96,10 @@ class Recorder:
         self._cut_prefix(first)
         if first < self._reached:
             self.rolled_back_to = min(self.rolled_back_to, first)
+        if (self._unknown is None or self._prefix) and (changed := self._changed_setting()) is not None:
+            self._keep_nothing(
+                f"a forward pass ran with another {changed} than the session began with", spoils_prefix=True
+            )
         given = self._signature.bind(arguments, options)
         if conditions := self._signature.conditions(given):
             self._keep_nothing(

@@ -21,9 +21,10 @@ from .filling import FilledOnTouch
 from .layers import FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
 from .past import PastCache, StaticPastCache
-from .precision import AutocastWatch, other_type
+from .precision import other_type
 from .recorder import Recorder
 from .rows import PageRows, Row, batch_rows, copy_rows
+from .settings import Settings
 from .tiers import Tiers
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Session:
         self._rows: list[Row] = []
         self._past: PastCache | StaticPastCache | None = None
         self._recorder: Recorder | None = None
-        self._autocast: AutocastWatch | None = None
+        self._settings: Settings | None = None
         self._checkpoints: Checkpoints | None = None
         self._consumers: tuple[int, ...] = ()
         self._pages: dict[str, list[PageRows]] = {}
@@ -74,6 +75,12 @@ class Session:
         tiers.tree.poll()
         self._rows = batch_rows(self._input_ids, self._attention_mask)
         self._check_length()
+        settings = self._settings = self._cache.read_settings()
+        if settings.training is not None:
+            raise RuntimeError(
+                f"{settings.training} is in training mode, where dropout changes what is cached; call model.eval()"
+            )
+        self._namespace = self._cache.namespace_with(settings, self._namespace)
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
             if columns != (columns := self._take_pages(columns)):
@@ -88,9 +95,9 @@ class Session:
                 self._cache.decoder,
                 past,
                 self._rows,
+                self._changed_setting,
                 self._checkpoints.after_pass if tiers.states is not None else None,
             )
-            self._autocast = AutocastWatch(self._cache.decoder, past, tiers.layout.device.type)
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
@@ -258,14 +265,12 @@ class Session:
     def _end(self, *, keep: bool) -> None:
         tree = self._tiers.tree
         recorder, self._recorder = self._recorder, None
-        autocast, self._autocast = self._autocast, None
-        for hooks in (recorder, autocast):
-            if hooks is not None:
-                hooks.remove()
+        if recorder is not None:
+            recorder.remove()
         try:
-            if keep and recorder is not None and autocast is not None and self._past is not None:
+            if keep and recorder is not None and self._past is not None:
                 with torch.no_grad():
-                    self._keep(self._past, recorder, autocast)
+                    self._keep(self._past, recorder)
         finally:
             self._pages.clear()
             if self._checkpoints is not None:
@@ -273,7 +278,7 @@ class Session:
             release_rows(tree, self._rows)
         tree.poll()
 
-    def _keep(self, past: PastCache | StaticPastCache, recorder: Recorder, autocast: AutocastWatch) -> None:
+    def _keep(self, past: PastCache | StaticPastCache, recorder: Recorder) -> None:
         columns = int(past.get_seq_length())
         sequences, reason = recorder.tokens(columns)
         if reason is not None:
@@ -281,7 +286,7 @@ class Session:
         for layer in past.layers:
             if isinstance(layer, FilledOnTouch):
                 layer.fill()
-        if (why := self._worth_nothing(past, autocast)) is not None:
+        if (why := self._worth_nothing(past)) is not None:
             self._cache.log_once(f"nothing of a session was cached: {why}")
             return
         checkpoints = self._checkpoints if self._tiers.windowed else None
@@ -292,11 +297,15 @@ class Session:
             saved = [] if checkpoints is None else checkpoints.complete(index, len(tokens))
             self._keep_row(past, index, row, tokens, saved)
 
-    def _worth_nothing(self, past: PastCache | StaticPastCache, autocast: AutocastWatch) -> str | None:
+    def _changed_setting(self) -> str | None:
+        """Name a setting of the model that is not what it was as the session began."""
+        return None if self._settings is None else self._settings.difference(self._cache.read_settings())
+
+    def _worth_nothing(self, past: PastCache | StaticPastCache) -> str | None:
         """Why nothing that was computed belongs to the model as the cache knows it; None if it does."""
         if self._cache.model_changed():
             return "the model's weights or attention implementation were changed in it"
-        if autocast.seen:
+        if self._settings is not None and self._settings.autocast is not None:
             return "it ran under torch.autocast, which computes in other types than the model's"
         return other_type(self._tiers, past)
 
