@@ -1,5 +1,6 @@
 """Transfers that fail: their acks, what stands behind them, and what is logged."""
 
+import itertools
 import logging
 
 import pytest
@@ -412,6 +413,26 @@ def test_a_write_that_fails_does_not_fail_those_it_was_merged_with(make_stack, s
         assert stack.same(stack.loaded(hosts[node]), rows[node])
     with pytest.raises(ValueError, match="free already"):
         stack.controller.load(hosts[bad], node_id=9)
+    assert stack.controller.metrics.snapshot().total("transfer_failures", direction="write_back") == 1
+
+
+def test_merged_writes_that_had_to_be_repeated_are_counted(make_stack, monkeypatch):
+    stack = make_stack()
+    devices = [stack.alloc(pages) for pages in (2, 1)]
+    rows = [stack.compute(device) for device in devices]
+    hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
+    write_back, calls = stack.host_pool.backup_from_device_all_layer, itertools.count()
+
+    def fails_once(*arguments, **options):
+        if next(calls) == 0:
+            raise InjectedError("only now")
+        return write_back(*arguments, **options)
+
+    monkeypatch.setattr(stack.host_pool, "backup_from_device_all_layer", fails_once)
+    stack.controller.start_writing()
+    assert [ack.error for ack in stack.controller.poll_writes(wait=True)] == [None]
+    for host, expected in zip(hosts, rows, strict=True):
+        assert stack.same(stack.loaded(host), expected)
     assert stack.controller.metrics.snapshot().total("transfer_failures", direction="write_back") == 1
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "hicache-kernels": hicache_kernels.cli.app,
     "hicache-pools": hicache_pools.cli.app,
 }
-ONCE = ("log_once", "warn_once")
+ONCE = ("log_once", "warn_once", "_warn_once")
 """Functions that log a message the first time it comes; they are called with it as their one argument."""
 LEVELS = {"info": "INFO", "warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "CRITICAL"}
 

@@ -275,7 +275,7 @@ def test_hybrid_replay_of_the_conversation_trace_loses_no_hit_and_is_warm_out_of
         ({"l2_checkpoints": 0}, "l2_checkpoints is 0; accepted is 1 to"),
         ({"checkpoint_blocks": 0}, "checkpoint_blocks is 0; accepted is 1 to"),
         ({"window_tokens": -1}, "window_tokens is -1; accepted is 1 to"),
-        ({"mooncake_segment_bytes": -1}, "mooncake_segment_bytes is -1; 0 or more"),
+        ({"mooncake_segment_bytes": -1}, "mooncake_segment_bytes is -1; accepted is 0"),
         ({"storage": "tape"}, "storage is 'tape'; one of file, memory, mooncake"),
     ],
 )

@@ -326,6 +326,7 @@ class TransferHandle(InFlightOperation):
 
         A step may be repeated for rows that it has moved already, as nobody can have seen these yet.
         """
+        repeated: Exception | None = None
         if self._apart is None:
             try:
                 step(self.transfers)
@@ -338,6 +339,7 @@ class TransferHandle(InFlightOperation):
                 if not isinstance(error, SourceFailedError):
                     self._settle()
                 self._apart = list(range(len(self._parts)))
+                repeated = error
         for number in self._apart:
             try:
                 step(self._parts[number])
@@ -346,6 +348,8 @@ class TransferHandle(InFlightOperation):
             except Exception as error:
                 self.part_errors[number] = error
                 self._count_failure(error)
+        if repeated is not None and not self.part_errors:
+            self._count_failure(repeated)  # no part is to blame, but the time it cost is to be seen
         self._apart = [number for number in self._apart if number not in self.part_errors]
         if not self._apart:
             raise next(iter(self.part_errors.values()))
