@@ -288,7 +288,7 @@ def test_a_forked_child_does_not_unpin_what_its_parent_uses() -> None:
     ("arguments", "message"),
     [
         ({"nbytes": 0}, "nbytes is 0"),
-        ({"page_bytes": 0}, "page_bytes=0"),
+        ({"page_bytes": 0}, "page_bytes is 0"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"allocator_type": "heap"}, "heap"),
         ({"huge_pages": "gigantic"}, "huge_pages is 'gigantic'; accepted are off, "),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hicache_kernels.validation import seconds, whole
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
@@ -77,18 +78,17 @@ class StorageSettings:
 
     def __post_init__(self) -> None:
         PrefetchPolicy(self.prefetch_policy)
-        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages", "timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages"):
+            whole(name, getattr(self, name))
+        whole("backup_retries", self.backup_retries, least=0)
+        seconds("timeout_seconds", self.timeout_seconds, above=True)
         for name in (
             "prefetch_timeout_seconds",
             "prefetch_timeout_seconds_per_page",
-            "backup_retries",
             "retry_seconds",
             "back_off_seconds",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+            seconds(name, getattr(self, name))
 
 
 class _Lookup(StorageTask):
