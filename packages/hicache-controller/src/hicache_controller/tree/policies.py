@@ -14,8 +14,6 @@ from ..hashing import Namespace
 _PROTECTED_HITS = 2
 _PROTECTED = 1 << 62
 """What a protected node's value is above those on probation: more ticks than there will be."""
-
-
 MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
 """Bounds of a request's priority."""
 
