@@ -425,7 +425,7 @@ def test_merged_writes_that_had_to_be_repeated_are_counted(make_stack, monkeypat
 
     def fails_once(*arguments, **options):
         if next(calls) == 0:
-            raise InjectedError("only now")
+            raise RuntimeError("only now")
         return write_back(*arguments, **options)
 
     monkeypatch.setattr(stack.host_pool, "backup_from_device_all_layer", fails_once)

@@ -134,8 +134,8 @@ def test_tables_with_impossible_strides_are_refused(name):
         return str(caught.value)
 
     assert f"ptr_{name} has rows 8 bytes apart" in refusal(**{f"cache_{name}_stride_bytes": 8})
-    assert "stride is 0 bytes" in refusal(**{f"cache_{name}_stride_bytes": 0})
-    assert "stride is -16 bytes" in refusal(**{f"cache_{name}_stride_bytes": -16})
+    assert "stride is 0" in refusal(**{f"cache_{name}_stride_bytes": 0})
+    assert "stride is -16" in refusal(**{f"cache_{name}_stride_bytes": -16})
     assert "element_size is -16" in refusal(element_size=-16)
     assert f"ptr_{name} is a NoneType" in refusal(**{f"ptr_{name}": None})
     foreign = torch.tensor([random_bytes(8, 16).data_ptr()] * 3)

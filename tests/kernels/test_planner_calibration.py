@@ -10,7 +10,6 @@ import torch
 
 from hicache_kernels import calibrate
 from hicache_kernels.planner import CPU, H200, DeviceConstants
-from hicache_kernels.plausible import implausible
 
 
 @pytest.fixture
@@ -118,8 +117,8 @@ def test_figures_of_a_busy_device_are_not_read_either(tmp_path: Path) -> None:
     ],
 )
 def test_each_implausible_figure_is_named(change: dict[str, Any], reason: str) -> None:
-    assert implausible(H200) is None
-    assert reason in str(implausible(dataclasses.replace(H200, **change)))
+    assert calibrate.implausible(H200) is None
+    assert reason in str(calibrate.implausible(dataclasses.replace(H200, **change)))
 
 
 def test_the_cpu_has_fixed_constants() -> None:

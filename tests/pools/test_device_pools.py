@@ -233,7 +233,7 @@ def zeros(*shape, dtype=torch.bfloat16):
         (
             lambda: DSATokenToKVPool(64, 0, torch.bfloat16, 16, 4, 2, index_head_dim=128),
             ValueError,
-            "size is 64; it must be a multiple of page_size 0",
+            "page_size is 0; it must be at least 1",
         ),
         (
             lambda: DSATokenToKVPool(64, 16, torch.bfloat16, 16, 4, 2, index_head_dim=64),

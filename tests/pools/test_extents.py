@@ -95,18 +95,18 @@ def test_too_few_pages_give_none_and_change_nothing() -> None:
 def test_a_number_of_slots_that_is_not_whole_pages_raises(wrong: int) -> None:
     allocator = ExtentAllocator(8, 4)
     before = allocator.stats()
-    with pytest.raises(ValueError, match=rf"n_slots={wrong} .*page_size=4"):
+    with pytest.raises(ValueError, match=f"n_slots is {wrong}; it must be "):
         allocator.alloc(wrong)
     assert allocator.stats() == before
 
 
 def test_a_negative_number_of_pages_raises() -> None:
-    with pytest.raises(ValueError, match="n=-1"):
+    with pytest.raises(ValueError, match="n is -1"):
         ExtentAllocator(8).alloc_pages(-1)
 
 
 @pytest.mark.parametrize(
-    ("pages", "page_size", "named"), [(-1, 1, "pages=-1"), (2**31, 1, "pages="), (1, 0, "page_size=0")]
+    ("pages", "page_size", "named"), [(-1, 1, "pages is -1"), (2**31, 1, "pages is "), (1, 0, "page_size is 0")]
 )
 def test_impossible_sizes_raise(pages: int, page_size: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):

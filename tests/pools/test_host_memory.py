@@ -307,7 +307,7 @@ def test_the_budget_is_asked_before_boundaries_are_looked_for(nbytes: int, monke
     ("arguments", "message"),
     [
         ({"nbytes": 0}, "nbytes is 0"),
-        ({"page_bytes": 0}, "page_bytes=0"),
+        ({"page_bytes": 0}, "page_bytes is 0"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"allocator_type": "heap"}, "heap"),
         ({"huge_pages": "gigantic"}, "huge_pages is 'gigantic'; accepted are off, "),

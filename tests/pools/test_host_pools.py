@@ -276,7 +276,7 @@ def test_pages_cover_the_buffer_and_never_overlap(bench, case_name, layout):
 def test_a_page_or_its_data_of_a_wrong_size_is_refused(bench):
     _, pool = bench.make("mla")
     for page in (-1, pool.page_num):
-        with pytest.raises(ValueError, match=f"page is {page}; the pool has pages 0 to 5"):
+        with pytest.raises(ValueError, match=f"page is {page}; it must be at (least 0|most 5)"):
             pool.page_parts(page)
     with pytest.raises(ValueError, match="data has shape"):
         pool.write_page(0, torch.zeros(3, dtype=torch.uint8))

@@ -259,7 +259,7 @@ def test_a_directory_that_cannot_be_used_is_an_error_at_once(tmp_path, fingerpri
     with pytest.raises(OSError, match=r"file.*cannot be used as storage"):
         FileStorage(tmp_path / "file", fingerprint=fingerprint)
     for wrong in ({"capacity_bytes": 0}, {"threads": 0}):
-        with pytest.raises(ValueError, match=r"is 0; it must be positive"):
+        with pytest.raises(ValueError, match="is 0; it must be at least 1"):
             FileStorage(tmp_path / "new", fingerprint=fingerprint, **wrong)
     assert not (tmp_path / "new").exists()
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from hicache_kernels.validation import seconds
+
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -32,8 +34,7 @@ class Agreement:
     """
 
     def __init__(self, group: Any, *, timeout: float, metrics: Metrics) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout is {timeout} s; it must be positive")
+        timeout = seconds("distributed_timeout", timeout, above=True)
         self._group = group
         self._ranks = 1 if group is None else torch.distributed.get_world_size(group)
         self._timeout = datetime.timedelta(seconds=timeout)

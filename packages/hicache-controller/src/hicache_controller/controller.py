@@ -71,9 +71,9 @@ class HiCacheController(TransferController):
 
     Raises
     ------
-    ValueError
-        If the pools are on a device and ``synchronous`` is set, a layer mapper does not cover its pool, or a quota is
-        negative.
+    ValueError, TypeError
+        If the pools are on a device and ``synchronous`` is set, a layer mapper does not cover its pool, or a quota or
+        the timeout is not a number in its range.
     """
 
     def __init__(

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hicache_kernels.validation import whole
+
 HASH_BYTES = 16
 """Length of a page hash."""
 
@@ -43,19 +45,26 @@ class Namespace:
 
     Notes
     -----
-    ``None`` and an empty value are different namespaces, and so are equal values in different fields.
+    ``None`` and an empty value are different namespaces, and so are equal values in different fields. A value that is
+    neither text nor bytes is a TypeError: a number has no one way to be written.
     """
 
     salt: str | bytes | None = None
     adapter: str | bytes | None = None
     modality: str | bytes | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("salt", "adapter", "modality"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (str, bytes)):
+                raise TypeError(f"{name} is {value!r}; accepted are str, bytes and None")
+
     def root_hash(self) -> bytes:
         """Return the 16 bytes that stand for the parent of a sequence's first page."""
         parts = [_FORMAT]
         for tag, value in ((b"S", self.salt), (b"A", self.adapter), (b"M", self.modality)):
             if value is not None:
-                raw = value.encode() if isinstance(value, str) else bytes(value)
+                raw = value.encode() if isinstance(value, str) else value
                 parts += (tag, struct.pack("<Q", len(raw)), raw)
         return xxhash.xxh3_128_digest(b"".join(parts))
 
@@ -93,7 +102,7 @@ def page_hashes(
     Raises
     ------
     TypeError
-        Where ``tokens`` is not an int32 or int64 array.
+        Where ``tokens`` is not an int32 or int64 array, or ``page_size`` is not a whole number.
     ValueError
         Where ``tokens`` is not one-dimensional, ``page_size`` is not positive, ``parent`` is not 16 bytes, or both
         ``parent`` and ``namespace`` are given.
@@ -103,8 +112,7 @@ def page_hashes(
         raise TypeError(f"tokens is {given}; accepted is a numpy array of int32 or int64")
     if tokens.ndim != 1:
         raise ValueError(f"tokens has shape {tokens.shape}; accepted is one dimension")
-    if page_size <= 0:
-        raise ValueError(f"page_size is {page_size}; it must be positive")
+    page_size = whole("page_size", page_size)
     if parent is not None and namespace is not None:
         raise ValueError("parent and namespace are both given; the parent's hash already contains its namespace")
     if parent is not None and len(parent) != HASH_BYTES:

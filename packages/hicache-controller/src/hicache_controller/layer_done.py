@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+from hicache_kernels.validation import whole
+
 from .events import Event
 from .forks import refuse_in_forks
 
@@ -29,7 +31,7 @@ class LayerDoneCounter:
 
     def __init__(self, layers: int) -> None:
         refuse_in_forks(self)
-        self.layers = layers
+        self.layers = whole("layers", layers, least=0)
         self._lock = threading.Lock()
         self._next = 0
         self._loads: dict[int, tuple[Sequence[Event], Callable[[], BaseException | None]]] = {}

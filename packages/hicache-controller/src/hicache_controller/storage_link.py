@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hicache_kernels.validation import seconds, whole
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
@@ -85,19 +86,18 @@ class StorageSettings:
 
     def __post_init__(self) -> None:
         PrefetchPolicy(self.prefetch_policy)
-        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages", "timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages"):
+            whole(name, getattr(self, name))
+        whole("backup_retries", self.backup_retries, least=0)
+        seconds("timeout_seconds", self.timeout_seconds, above=True)
         for name in (
             "prefetch_timeout_seconds",
             "prefetch_timeout_seconds_per_page",
-            "backup_retries",
             "retry_seconds",
             "max_wait_seconds",
             "back_off_seconds",
         ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+            seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, eq=False)

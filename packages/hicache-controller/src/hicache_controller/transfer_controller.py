@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hicache_kernels.validation import MAX_BLOCKS, seconds, whole
 from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.pool_transfer import PoolName, PoolTransfer
 
@@ -347,6 +348,7 @@ class TransferController:
         bool
             Whether everything ended within ``timeout`` seconds each; what did not keeps its slots.
         """
+        timeout = seconds("timeout", timeout)
         with self._lock:
             self._closed = True
             self._stopped = self._stopped or self._stop(timeout)
@@ -552,9 +554,7 @@ class TransferController:
 
 
 def _checked_quota(name: str, quota: int | None) -> int | None:
-    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
-        raise ValueError(f"{name} is {quota!r}; accepted are None, 0 (no SM) and a number of CTAs")
-    return quota
+    return None if quota is None else whole(name, quota, least=0, most=MAX_BLOCKS)
 
 
 def _device_of(group: HostPoolGroup) -> torch.device:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hicache_kernels.validation import seconds
+
 from .events import Event, wait_until_done
 from .failure_log import FailureLog
 from .forks import refuse_in_forks
@@ -205,7 +207,7 @@ class L2TransferEngine:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Block until what is in flight now is done; False when ``timeout`` seconds pass first."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout)
         for owner in self.in_flight.owners():
             for event in (owner.device_released, owner.host_ready):
                 if deadline is None:
@@ -217,7 +219,7 @@ class L2TransferEngine:
 
     def close(self, timeout: float) -> bool:
         """Stop both lanes; what has not started ends with an error. Tell whether they stopped in time."""
-        return self._lanes.close(timeout)
+        return self._lanes.close(seconds("timeout", timeout))
 
     def _ready(self, ready_events: Sequence[Event]) -> list[Event]:
         if ready_events:

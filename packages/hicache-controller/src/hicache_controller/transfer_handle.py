@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hicache_kernels import TransferResult
+from hicache_kernels.validation import MAX_BLOCKS, whole
 from hicache_pools.device_pools.base import DevicePool
 
 from .events import COMPLETED, Event, Signal
@@ -94,6 +95,10 @@ class L2Transfer:
     is_draft: bool = False
     io_backend: str = "kernel"
     block_quota: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_quota is not None:
+            whole("block_quota", self.block_quota, least=0, most=MAX_BLOCKS)
 
     def device_granules(self) -> Granules | None:
         """Pages of the device side; None where they are not known on the CPU."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
+from .validation import whole
+
 
 class HostLayout(StrEnum):
     """Order of the axes of a host pool, outermost first."""
@@ -64,8 +66,7 @@ def host_strides(
     sizes = [("layers", layers), ("pages", pages), ("page_size", page_size)]
     sizes += [(f"element_bytes[{i}]", e) for i, e in enumerate(element_bytes)]
     for name, value in sizes:
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
+        whole(name, value)
     total = sum(element_bytes)
     before = [sum(element_bytes[:i]) for i in range(len(element_bytes))]
     if layout is HostLayout.LAYER_FIRST:
@@ -83,5 +84,6 @@ def host_strides(
 
 
 def host_bytes(element_bytes: Sequence[int], *, layers: int, pages: int, page_size: int) -> int:
-    """Bytes of the host buffer of a pool; the same in every layout."""
+    """Bytes of the host buffer of a pool, the same in every layout; parameters and errors of :func:`host_strides`."""
+    host_strides(HostLayout.PAGE_FIRST, element_bytes, layers=layers, pages=pages, page_size=page_size)
     return sum(element_bytes) * layers * pages * page_size

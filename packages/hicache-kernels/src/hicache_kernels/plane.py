@@ -10,6 +10,7 @@ import torch
 
 from .checks import check_tensor, checked_tensors
 from .layout import HostStrides
+from .validation import whole
 
 
 def _checked_layers(tensors: Sequence[torch.Tensor], form: str, index_dims: int) -> torch.Tensor:
@@ -192,8 +193,11 @@ def check_planes(planes: Sequence[Plane]) -> None:
     first = planes[0]
     for plane in planes:
         rows, host = plane.device, plane.host
-        if plane.row_bytes < 1:
-            raise ValueError(f"plane {plane.name}: row_bytes is {plane.row_bytes}; it must be positive")
+        whole(f"plane {plane.name}: row_bytes", plane.row_bytes)
+        for name in ("rows_per_layer", "slots", "block_slots"):
+            whole(f"plane {plane.name}: {name}", getattr(rows, name))
+        for name in ("offset", "page", "layer", "slot"):
+            whole(f"plane {plane.name}: host stride {name}", getattr(host.strides, name), least=0)
         if len(rows.bases) != rows.rows_per_layer * rows.layers or not rows.bases:
             raise ValueError(
                 f"plane {plane.name}: {len(rows.bases)} row bases; it must be a multiple of the {rows.rows_per_layer} "
@@ -209,9 +213,8 @@ def check_planes(planes: Sequence[Plane]) -> None:
         for name, value, expected in pairs:
             if value != expected:
                 raise ValueError(f"plane {plane.name}: {name} is {value}; the pool's first plane has {expected}")
-        for name, value in (("device slots", rows.slots), ("pages", host.pages), ("page_size", host.page_size)):
-            if value < 1:
-                raise ValueError(f"plane {plane.name}: {name} is {value}; it must be positive")
+        for name in ("pages", "page_size"):
+            whole(f"plane {plane.name}: {name}", getattr(host, name))
         for name, value in (("device slots", rows.slots), ("host slots", host.slots)):
             if value >= 1 << 31:
                 raise ValueError(f"plane {plane.name}: {value} {name}; at most {(1 << 31) - 1} can be addressed")
@@ -221,7 +224,7 @@ def check_planes(planes: Sequence[Plane]) -> None:
                 f"{host.buffer.device}; it must be flat uint8 on the CPU"
             )
         strides, end = host.strides, plane.host_end
-        if min(strides.offset, strides.page, strides.layer, strides.slot) < 0 or end > host.buffer.numel():
+        if end > host.buffer.numel():
             raise ValueError(
                 f"plane {plane.name}: its pages end at byte {end}, the host buffer has {host.buffer.numel()} bytes"
             )

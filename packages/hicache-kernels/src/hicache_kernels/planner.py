@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .layout import HostLayout
+from .validation import MAX_BLOCKS, whole
 
 STAGED = "staged"
 DIRECT = "direct"
@@ -460,10 +461,8 @@ def plan_load(
 
 
 def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
-    if block_quota is not None and (not isinstance(block_quota, int) or block_quota < 0):
-        raise ValueError(
-            f"block_quota is {block_quota}; it must be None, 0 (no SM-driven transfer) or a number of CTAs"
-        )
+    if block_quota is not None:
+        block_quota = whole("block_quota", block_quota, least=0, most=MAX_BLOCKS)
     return block_quota if block_quota else direction.default_ctas
 
 

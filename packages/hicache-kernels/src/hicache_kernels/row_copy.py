@@ -24,6 +24,7 @@ from .row_sets import (
     table_rows,
 )
 from .spec import module_device_type
+from .validation import MAX_BLOCKS, whole
 
 _plain_torch = contextvars.ContextVar("plain_torch", default=False)
 
@@ -93,8 +94,8 @@ def copy_rows(
     RuntimeError
         For a foreign table where no compiled module is to be had.
     """
-    if block_quota is not None and block_quota < 1:
-        raise ValueError(f"block_quota is {block_quota}; this copy runs on the SMs and needs at least one CTA")
+    if block_quota is not None:
+        whole("block_quota", block_quota, most=MAX_BLOCKS)
     check_pair(destination, source, DIRECT_GRANULE)
     pages_of = 1 if page_size is None else page_size
     check_indices(destination_name, destination_indices, destination, pages_of)
@@ -161,8 +162,9 @@ def stage_pages(
     RuntimeError
         For a foreign table where no compiled module is to be had.
     """
-    if page_size <= 0:
-        raise ValueError(f"page_size is {page_size}; it must be positive")
+    page_size = whole("page_size", page_size)
+    if element_size is not None:
+        whole("element_size", element_size)
     buffers = {**staging, **destination}
     for name, buffer in buffers.items():
         check_tensor(name, buffer)
@@ -204,8 +206,8 @@ def stage_pages(
     check_pages("dst_indices", destination_indices, page_size)
     if source_indices.device.type == "cpu":
         check_pages("src_indices", source_indices, page_size)
-    if block_quota is not None and block_quota < 1:
-        raise ValueError(f"block_quota is {block_quota}; the re-layout kernel needs at least one CTA")
+    if block_quota is not None:
+        whole("block_quota", block_quota, most=MAX_BLOCKS)
     device = _operation_device(source_indices, *_anchors(source), *staging.values())
     if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         raise ValueError("staged copies are planned from dst_indices on the CPU; they cannot be captured in a graph")

@@ -11,6 +11,7 @@ import torch
 
 from .checks import check_tensor
 from .pointer_tables import Layers, remembered_layers
+from .validation import whole
 
 DIRECT_GRANULE = 4
 """Rows of the main module are a multiple of this many bytes."""
@@ -101,8 +102,7 @@ def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> t
         if cache.dim() < 1:
             raise ValueError(f"{name} is a scalar; it must have at least one dimension")
         dim = cache.shape[-1] if element_dim is None else element_dim
-        if dim <= 0:
-            raise ValueError(f"element_dim is {dim}; it must be positive")
+        dim = whole("element_dim", dim)
         try:
             view = cache.view(-1, dim) if cache.numel() else cache.reshape(0, dim)
         except RuntimeError as error:
@@ -126,8 +126,7 @@ def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) 
         Where a table is not one-dimensional or not of 64-bit integers, or a size is not positive.
     """
     for name, value in (("element_size", row_bytes), ("stride", stride)):
-        if value <= 0:
-            raise ValueError(f"{name} is {value} bytes; it must be positive")
+        whole(name, value)
     rows = []
     for name, table in tables.items():
         check_tensor(name, table, "a torch.Tensor of addresses")
@@ -189,8 +188,7 @@ def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_s
         raise TypeError(f"{name} has dtype {indices.dtype}; indices are int32 or int64")
     if indices.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(indices.shape)}; indices have one dimension")
-    if page_size <= 0:
-        raise ValueError(f"page_size is {page_size}; it must be positive")
+    page_size = whole("page_size", page_size)
     if indices.numel() % page_size:
         raise ValueError(f"{name} has {indices.numel()} entries, no multiple of page_size {page_size}")
     if not indices.numel() or (indices.device.type != "cpu" and os.environ.get("HICACHE_KERNELS_CHECK") != "1"):

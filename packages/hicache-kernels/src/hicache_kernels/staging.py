@@ -10,6 +10,7 @@ import torch
 import tvm_ffi
 
 from .streams import own_stream
+from .validation import whole
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +171,9 @@ class StagingRing:
         pages: int | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        if budget_bytes < 4 * ALIGNMENT:
-            raise ValueError(f"budget_bytes is {budget_bytes}; it must be at least {4 * ALIGNMENT}")
-        if pages is not None and pages < 1:
-            raise ValueError(f"pages is {pages}; it must be at least 1, or None for a budget of bytes")
-        if chunk_bytes is not None and chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least 1, or None for the device's default")
+        budget_bytes = whole("budget_bytes", budget_bytes, least=4 * ALIGNMENT)
+        pages = None if pages is None else whole("pages", pages)
+        chunk_bytes = None if chunk_bytes is None else whole("chunk_bytes", chunk_bytes)
         self.device = canonical_device(device)
         if (self.device.type, Direction.LOAD) not in DEFAULT_CHUNK_BYTES:
             raise ValueError(f"device is {device}; staging memory lies on cuda (ROCm too) or cpu")

@@ -22,6 +22,7 @@ from .results import Capabilities, TransferPolicy, TransferResult, transfer_poli
 from .spec import module_device_type
 from .staging import Direction, StagingRing, canonical_device, default_ring
 from .streams import own_stream
+from .validation import whole
 
 __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "TransferResult"]
 
@@ -44,8 +45,7 @@ def _layout(strides: HostStrides, page_size: int) -> HostLayout:
 
 def _check_boundaries(boundaries: Sequence[int], size: int) -> None:
     for index, offset in enumerate(boundaries):
-        if not isinstance(offset, int) or not 0 <= offset <= size:
-            raise ValueError(f"boundaries[{index}] is {offset!r}; it must be a byte offset from 0 to {size}")
+        whole(f"boundaries[{index}]", offset, least=0, most=size)
 
 
 class _Events(NamedTuple):
@@ -223,6 +223,7 @@ class PlaneTransfer:
 
         ``layer_by_layer`` for loads whose layers are calls of their own, rather than one call with events.
         """
+        pages, runs = whole("pages", pages, least=0), whole("runs", runs, least=0)
         return self._plan(direction, pages, runs, None, None, layer_by_layer)
 
     def _planner_constants(self) -> planner.DeviceConstants:
@@ -395,7 +396,7 @@ class PlaneTransfer:
         hicache_kernels.planner.PathUnavailableError
             Where the policy demands a path that is missing.
         """
-        if layer is not None and not isinstance(layer, int):
+        if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
             raise TypeError(f"layer is {layer!r}; it must be an int from 0 to {self.layers - 1}, or None for all")
         if layer is not None and not 0 <= layer < self.layers:
             raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hicache_kernels import HostLayout, TransferPolicy
+from hicache_kernels.validation import finite, whole
 
-from .checks import finite, whole
 from .device_pools import (
     DeepSeekV4PagedPool,
     DeepSeekV4StatePool,
@@ -18,6 +18,7 @@ from .device_pools import (
     MHATokenToKVPool,
     MLATokenToKVPool,
 )
+from .extent_index import MAX_PAGES
 from .group import HostPoolGroup
 from .host_pools import (
     DeepSeekV4PagedHostPool,
@@ -90,6 +91,12 @@ class PoolSpec:
     layout: HostLayout | str | None = None
     host_pool_type: type[HostPool] | None = None
 
+    def __post_init__(self) -> None:
+        if self.pages is not None:
+            whole("pages", self.pages, most=MAX_PAGES)
+        for number, layer in enumerate(self.layers or ()):
+            whole(f"layers[{number}]", layer, least=0)
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -136,7 +143,7 @@ def build_host_pool_group(
         GB (10**9 bytes) for all pools together, where positive; divided so that each holds the same multiple of its
         device pool.
     host_to_device_ratio
-        Host slots for each device slot, where ``host_size`` is 0 or less.
+        Host slots for each device slot, where ``host_size`` is 0.
     layout, pin_memory, allocator_type, transfer_policy, memory_options
         As in :class:`HostPool`. State pools refuse ``layer_first``: give them a ``PoolSpec`` with another layout.
 
@@ -154,7 +161,10 @@ def build_host_pool_group(
     Exception
         What a pool raises; those made before it have been destroyed.
     """
-    plans = _plans(device_pools, whole("page_size", page_size))
+    page_size = whole("page_size", page_size)
+    for name, size in (("host_size", host_size), ("host_to_device_ratio", host_to_device_ratio)):
+        finite(name, size)
+    plans = _plans(device_pools, page_size)
     anchor_pages = _bare_anchor_pages(plans)
     pages = _pages(plans, host_size, host_to_device_ratio, anchor_pages)
     options = memory_options or HostMemoryOptions()
@@ -207,6 +217,7 @@ def layer_mapper(layer_num: int, layers: Sequence[int] | None = None) -> Callabl
     layers
         Model layers they stand for, in order; None for 0, 1, 2, ...
     """
+    layer_num = whole("layer_num", layer_num)
     model_layers = range(layer_num) if layers is None else layers
     if len(model_layers) != layer_num or len(set(model_layers)) != layer_num:
         raise ValueError(f"layers is {list(model_layers)}; the pool has {layer_num} layers, each stands for one other")
@@ -218,8 +229,6 @@ def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) ->
         raise TypeError(f"device_pools is a {type(device_pools).__name__}; it must be a mapping from names to pools")
     if not device_pools:
         raise ValueError("device_pools is empty; a group has at least one pool")
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
     plans: list[_Plan] = []
     for name, given in device_pools.items():
         spec = given if isinstance(given, PoolSpec) else PoolSpec(given)
@@ -308,7 +317,7 @@ def _pages(
     for plan in plans:
         page_bytes[plan.source or plan.name] += plan.page_bytes
 
-    if finite("host_size", host_size) > 0:
+    if host_size > 0:
         taken = sum(page_bytes[name] * count for name, count in fixed.items())
         left = int(host_size * 1e9) - taken
         if left < 0:
@@ -317,10 +326,7 @@ def _pages(
         # Whole numbers, so that rounding never asks for more than there is.
         shares = {name: count * left // max(mirrored, 1) for name, count in device_pages.items()}
     else:
-        shares = {
-            name: int(count * finite("host_to_device_ratio", host_to_device_ratio))
-            for name, count in device_pages.items()
-        }
+        shares = {name: int(count * host_to_device_ratio) for name, count in device_pages.items()}
     pages = shares | fixed
     for name, count in pages.items():
         if count < 1:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 
 from hicache_kernels.checks import check_tensor
+from hicache_kernels.validation import whole
 
-from .checks import whole
 from .extent_index import MAX_PAGES, ExtentIndex, Run
 
 PageArray = npt.NDArray[np.int64]
@@ -65,8 +65,8 @@ class ExtentAllocator:
 
     Raises
     ------
-    ValueError
-        If an argument is out of its range.
+    TypeError, ValueError
+        If an argument is not a whole number in its range.
 
     Invariant
     ---------
@@ -74,12 +74,8 @@ class ExtentAllocator:
     """
 
     def __init__(self, pages: int, page_size: int = 1) -> None:
-        self._page_num = whole("pages", pages)
-        self._page_size = whole("page_size", page_size)
-        if not 0 <= self._page_num <= MAX_PAGES:
-            raise ValueError(f"pages={pages} is not in 0..{MAX_PAGES}")
-        if self._page_size < 1:
-            raise ValueError(f"page_size={page_size} is less than 1")
+        self._page_num = whole("pages", pages, least=0, most=MAX_PAGES)
+        self._page_size = whole("page_size", page_size, most=MAX_PAGES)
         self._lock = threading.Lock()
         self._index = ExtentIndex(self._page_num)
         self._reset()
@@ -126,9 +122,9 @@ class ExtentAllocator:
         ValueError
             If ``n_slots`` is negative or not a multiple of ``page_size``.
         """
-        pages, rest = divmod(whole("n_slots", n_slots), self._page_size)
-        if pages < 0 or rest:
-            raise ValueError(f"n_slots={n_slots} is not a non-negative multiple of page_size={self._page_size}")
+        pages, rest = divmod(whole("n_slots", n_slots, least=0), self._page_size)
+        if rest:
+            raise ValueError(f"n_slots is {n_slots}; it must be a multiple of page_size {self._page_size}")
         runs = self._take(pages)
         if runs is None:
             return None
@@ -154,10 +150,7 @@ class ExtentAllocator:
         ValueError
             If ``n`` is negative.
         """
-        pages = whole("n", n)
-        if pages < 0:
-            raise ValueError(f"n={n} pages is negative")
-        runs = self._take(pages)
+        runs = self._take(whole("n", n, least=0))
         return None if runs is None else _numbers(runs, 1)
 
     def free(self, indices: torch.Tensor) -> int:

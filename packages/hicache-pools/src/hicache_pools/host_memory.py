@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 
 from hicache_kernels.host_ranges import HostRange, remove_host_ranges
+from hicache_kernels.validation import one_of, whole
 
-from .checks import one_of
 from .gpu_runtime import GpuRuntime
 from .memory_budget import HostMemoryBudget
 from .numa import numa_node_of, prefer_node
@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 30
 """Default of the largest piece of memory registered at once."""
+
+MAX_THREADS = 1024
+"""Most threads that touch a buffer, or read and write files, at once."""
+MAX_NUMA_NODE = 1023
+"""Linux has no more nodes."""
 
 _MAP_HUGETLB = 0x40000
 _TOUCH_BYTES = 64 << 20
@@ -277,16 +282,23 @@ def allocate_host_buffer(
     """
     allocator_type = one_of("allocator_type", allocator_type, AllocatorType)
     huge_pages = one_of("huge_pages", huge_pages, HugePages)
-    if nbytes <= 0:
-        raise ValueError(f"nbytes is {nbytes}; a host buffer has at least one byte")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads is {threads}; at least one has to touch the memory")
+    nbytes = whole("nbytes", nbytes)
+    check_memory_numbers(chunk_bytes, numa_node, threads)
     # First, as finding the boundaries takes the longer the more there are.
     (budget or HostMemoryBudget()).check(nbytes)
     boundaries = _boundaries(nbytes, page_bytes, chunk_bytes)
     runtime, reason = _runtime(pin, device, runtime)
     memory = _map(nbytes, allocator_type, huge_pages)
     return _finish(memory, boundaries, runtime, reason, device, huge_pages, numa_node, threads or _threads(), drain)
+
+
+def check_memory_numbers(chunk_bytes: int, numa_node: int | Literal["auto"] | None, threads: int | None) -> None:
+    """Check what :func:`allocate_host_buffer` accepts under these names; TypeError or ValueError."""
+    whole("chunk_bytes", chunk_bytes)
+    if numa_node is not None and numa_node != "auto":
+        whole("numa_node", numa_node, least=0, most=MAX_NUMA_NODE)
+    if threads is not None:
+        whole("threads", threads, most=MAX_THREADS)
 
 
 def attach_host_buffer(
@@ -315,6 +327,7 @@ def attach_host_buffer(
     HostRegistrationError
         The runtime refused to pin.
     """
+    whole("chunk_bytes", chunk_bytes)
     shared = open_shared_file(name)
     try:
         boundaries = _boundaries(shared.nbytes, page_bytes, chunk_bytes)
@@ -328,7 +341,10 @@ def attach_host_buffer(
 
 
 def _boundaries(nbytes: int, page_bytes: int | Sequence[Segment], chunk_bytes: int) -> tuple[int, ...]:
-    segments = (Segment(nbytes, page_bytes),) if isinstance(page_bytes, int) else tuple(page_bytes)
+    if isinstance(page_bytes, Sequence) and not isinstance(page_bytes, str):
+        segments = tuple(page_bytes)
+    else:
+        segments = (Segment(nbytes, whole("page_bytes", page_bytes)),)
     covered = sum(segment.nbytes for segment in segments)
     if covered != nbytes:
         raise ValueError(f"page_bytes describes {covered} bytes, but the buffer has {nbytes}; they must be the same")

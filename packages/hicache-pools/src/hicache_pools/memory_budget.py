@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from hicache_kernels.validation import whole
+
 _GIB = 1 << 30
 _UNLIMITED = 1 << 60
 """Control groups of version 1 write an absurd number where there is no limit."""
@@ -65,12 +67,17 @@ class HostMemoryBudget:
     proc_root: str | os.PathLike[str] = "/proc"
     cgroup_root: str | os.PathLike[str] = "/sys/fs/cgroup"
 
+    def __post_init__(self) -> None:
+        if self.reserve_bytes is not None:
+            whole("reserve_bytes", self.reserve_bytes, least=0)
+
     def memory(self) -> HostMemory:
         """Read what there is now."""
         return host_memory(proc_root=self.proc_root, cgroup_root=self.cgroup_root)
 
     def check(self, nbytes: int) -> HostMemory:
         """Raise :class:`HostMemoryBudgetError` where ``nbytes`` is more than the free memory less the reserve."""
+        nbytes = whole("nbytes", nbytes, least=0)
         memory = self.memory()
         reserve = min(memory.total // 16, 10 * _GIB) if self.reserve_bytes is None else self.reserve_bytes
         if nbytes > memory.free - reserve:

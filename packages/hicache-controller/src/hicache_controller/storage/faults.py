@@ -6,6 +6,8 @@ import itertools
 import os
 import threading
 
+from hicache_kernels.validation import whole
+
 from .base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
 from .file import FileStorage
 
@@ -43,8 +45,7 @@ class FaultyStorage(HiCacheStorage):
         super().__init__()
         named = {"fail_store_every": fail_store_every, "fail_load_every": fail_load_every, "flip_every": flip_every}
         for name, value in named.items():
-            if value < 0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
+            whole(name, value, least=0)
         if flip_every and not isinstance(inner, FileStorage):
             raise ValueError(f"flip_every is {flip_every}, but {type(inner).__name__} keeps no files; use FileStorage")
         self.inner = inner

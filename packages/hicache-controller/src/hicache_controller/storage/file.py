@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hicache_kernels.validation import whole
+from hicache_pools.host_memory import MAX_THREADS
+
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .directory import (
@@ -97,9 +100,10 @@ class FileStorage(HiCacheStorage):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        for name, value in (("capacity_bytes", capacity_bytes), ("threads", threads)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+        if capacity_bytes is not None:
+            whole("capacity_bytes", capacity_bytes)
+        if threads is not None:
+            whole("threads", threads, most=MAX_THREADS)
         self._fingerprint = fingerprint
         self._model = fingerprint.digest()[:8]
         self._capacity = capacity_bytes

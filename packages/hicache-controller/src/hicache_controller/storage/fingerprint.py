@@ -9,6 +9,8 @@ from typing import Any
 
 import xxhash
 
+from hicache_kernels.validation import whole
+
 DIGEST_BYTES = 16
 """Length of a fingerprint's digest."""
 
@@ -52,8 +54,12 @@ class Fingerprint:
                 f"{self.model!r} would be taken for this model's"
             )
         for group in ("tp", "pp"):
-            rank, size = getattr(self, f"{group}_rank"), getattr(self, f"{group}_size")
-            if not 0 <= rank < size:
+            size = whole(f"{group}_size", getattr(self, f"{group}_size"))
+            rank = whole(f"{group}_rank", getattr(self, f"{group}_rank"), least=0)
+            # As plain integers: the digest is that of their text.
+            object.__setattr__(self, f"{group}_size", size)
+            object.__setattr__(self, f"{group}_rank", rank)
+            if rank >= size:
                 raise ValueError(f"{group}_rank is {rank}; accepted are 0 to {group}_size - 1 = {size - 1}")
 
     def digest(self) -> bytes:

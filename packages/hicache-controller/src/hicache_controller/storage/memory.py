@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+from hicache_kernels.validation import whole
+
 from .base import HiCacheStorage, RegisteredPool, StorageStats
 from .page_index import PageIndex
 
@@ -25,8 +27,8 @@ class MemoryStorage(HiCacheStorage):
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         super().__init__()
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise ValueError(f"capacity_bytes is {capacity_bytes}; it must not be negative")
+        if capacity_bytes is not None:
+            whole("capacity_bytes", capacity_bytes, least=0)
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
         self._index = PageIndex()

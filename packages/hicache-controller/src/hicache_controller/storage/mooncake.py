@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hicache_kernels.validation import seconds, whole
+
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .fingerprint import Fingerprint
@@ -108,10 +110,8 @@ class MooncakeStorage(HiCacheStorage):
         super().__init__()
         if "://" not in master and not re.fullmatch(r".+:[0-9]{1,5}", master):
             raise ValueError(f"master is {master!r}; accepted are 'host:port' and an address with a scheme")
-        if segment_bytes < 0:
-            raise ValueError(f"segment_bytes is {segment_bytes}; it must not be negative")
-        if not deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds is {deadline_seconds}; it must be positive")
+        whole("segment_bytes", segment_bytes, least=0)
+        seconds("deadline_seconds", deadline_seconds, above=True)
         self._fingerprint = fingerprint
         self._model = fingerprint.digest().hex()
         self._address = master

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from hicache_kernels.validation import finite, whole
 from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolName
 
@@ -22,7 +23,7 @@ from .events import Change, Listener, Tier
 from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
 from .namespaces import NO_BOOKS
 from .node import NO_PAGES, Pages, TreeNode, unpack
-from .policies import NO_NAMESPACE, AnyStrategy, Quota, WritePolicy
+from .policies import MAX_PRIORITY, MIN_PRIORITY, NO_NAMESPACE, AnyStrategy, Quota, WritePolicy
 from .references import TreeReferences
 from .results import InsertResult, Match, Restored, TreeStats, WindowStats
 from .retraction import Retraction
@@ -98,8 +99,8 @@ class UnifiedRadixCache(TreeReferences):
             ("load_back_pages", load_back_pages),
             ("load_quota_pages", load_quota_pages),
         ):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+            if value is not None:
+                whole(name, value)
         super().__init__(
             controller,
             device_allocator,
@@ -132,8 +133,9 @@ class UnifiedRadixCache(TreeReferences):
         namespace
             Whose quota its new pages count against; the sequence's own where ``keys`` is one.
         priority
-            Its pages leave a tier after all of lower priority.
+            Its pages leave a tier after all of lower priority; any int32.
         """
+        priority = whole("priority", priority, least=MIN_PRIORITY, most=MAX_PRIORITY)
         tokens: Tokens | None = None
         if isinstance(keys, SequenceKeys):
             namespace = keys.namespace if namespace is None else namespace
@@ -161,8 +163,7 @@ class UnifiedRadixCache(TreeReferences):
 
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
-        if seconds < 0:
-            raise ValueError(f"seconds is {seconds}; it must not be negative")
+        seconds = finite("seconds", seconds)
         self._keep_until(self.clock() + seconds, self._like(match, match.node, match.pages))
 
     def device_page_numbers(self, match: Match) -> Pages:
@@ -224,12 +225,12 @@ class UnifiedRadixCache(TreeReferences):
     @bounded
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
-        return self._alloc_device(count)
+        return self._alloc_device(whole("count", count, least=0))
 
     @bounded
     def alloc_window(self, name: PoolName | str, count: int) -> Pages | None:
         """Allocate pages of a windowed pool for the engine to compute into; None if too few."""
-        return self._alloc_window_device(str(name), count)
+        return self._alloc_window_device(str(name), whole("count", count, least=0))
 
     @bounded
     def insert(
@@ -341,10 +342,11 @@ class UnifiedRadixCache(TreeReferences):
         if computed_tokens is not None:
             if count is not None:
                 raise ValueError("count and computed_tokens are both given; accepted is one of them")
+            computed_tokens = whole("computed_tokens", computed_tokens, least=0)
             count = min(max(computed_tokens // self.page_size - match.pages, 0), len(pages))
-        count = len(pages) if count is None else count
+        count = len(pages) if count is None else whole("count", count, least=0)
         request = len(match.keys) // KEY_BYTES
-        if not 0 <= count <= len(pages) or match.pages + count > request:
+        if count > len(pages) or match.pages + count > request:
             raise ValueError(
                 f"{count} pages to insert behind {match.pages} matched ones; the request has {request} pages and "
                 f"{len(pages)} were given"

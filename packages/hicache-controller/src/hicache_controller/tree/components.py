@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hicache_kernels.validation import whole
 from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolName
 
@@ -34,15 +35,12 @@ class WindowComponent:
     window_pages: int
 
     def __post_init__(self) -> None:
-        if self.window_pages <= 0:
-            raise ValueError(f"window_pages is {self.window_pages}; it must be positive")
+        whole("window_pages", self.window_pages)
 
     @classmethod
     def sliding_window(cls, name: PoolName | str, *, window_tokens: int, page_size: int) -> WindowComponent:
         """Make the component of a sliding window: the pages its last tokens may lie in, for a prefix of whole pages."""
-        if window_tokens <= 0 or page_size <= 0:
-            raise ValueError(f"window_tokens is {window_tokens} and page_size {page_size}; both must be positive")
-        return cls(name, -(-window_tokens // page_size))
+        return cls(name, -(-whole("window_tokens", window_tokens) // whole("page_size", page_size)))
 
     @classmethod
     def recurrent_state(cls, name: PoolName | str = PoolName.MAMBA) -> WindowComponent:

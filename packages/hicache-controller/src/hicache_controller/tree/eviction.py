@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hicache_kernels.validation import whole
+
 from .bounded import bounded
 from .namespaces import NamespaceBooks
 from .node import Operation, Pages, TreeNode, WindowPart
@@ -37,7 +39,7 @@ class TreeEviction(TreeStructure, ABC):
         self._reclaim.serve(
             self.controller.host_group.anchor_entry,
             evict_host=lambda count: self.evict_host(count),
-            evict_device=lambda count: self.evict_device(count - self.device_allocator.available_pages),
+            evict_device=lambda count: self.evict_device(max(count - self.device_allocator.available_pages, 0)),
         )
         for name, pool in self.windows.items():
             self._reclaim.serve(
@@ -75,6 +77,7 @@ class TreeEviction(TreeStructure, ABC):
         Under ``write_back`` the pages that leave are written to the host first. They are free once they have been read:
         on a GPU the current stream is made to wait for that, and nothing waits for the bytes to arrive on the host.
         """
+        count = whole("count", count, least=0)
         self.expire()
         return self._evict_device(self._device_queue, count)
 
@@ -86,6 +89,7 @@ class TreeEviction(TreeStructure, ABC):
         waited for within the scheduler's bound; then its backup is given up. Pages that a call to storage still reads
         are not free before it ends.
         """
+        count = whole("count", count, least=0)
         self.expire()
         return self._evict_host(self._host_queue, self._unsaved_queue, count)
 
@@ -235,6 +239,7 @@ class TreeEviction(TreeStructure, ABC):
     def evict_window_device(self, name: str, count: int) -> int:
         """Free device pages of a windowed pool, of prefixes not used for longest; each is saved on the host first."""
         pool = self.windows[str(name)]
+        count = whole("count", count, least=0)
         self.expire()
         freed = 0
         saving: list[WindowPart] = []
@@ -288,6 +293,7 @@ class TreeEviction(TreeStructure, ABC):
     def evict_window_host(self, name: str, count: int) -> int:
         """Free host pages of a windowed pool, of prefixes not used for longest; see :meth:`evict_host`."""
         pool = self.windows[str(name)]
+        count = whole("count", count, least=0)
         self.expire()
         freed, waits = 0, True
         while freed < count:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hicache_kernels.validation import whole
+
 from ..hashing import HASH_BYTES, Namespace, page_hashes
 
 KEY_BYTES = HASH_BYTES
@@ -38,9 +40,7 @@ class SequenceKeys:
         *,
         namespace: Namespace | None = None,
     ) -> None:
-        if page_size <= 0:
-            raise ValueError(f"page_size is {page_size}; it must be positive")
-        self.page_size = page_size
+        self.page_size = whole("page_size", page_size)
         self.namespace = namespace
         self.hashes: list[bytes] = []
         self._pages: list[Tokens] = []

@@ -6,12 +6,16 @@ import inspect
 from dataclasses import dataclass
 from typing import Protocol
 
+from hicache_kernels.validation import whole
+
 from ..hashing import Namespace
 from ..policies import WritePolicy as WritePolicy
 
 _PROTECTED_HITS = 2
 _PROTECTED = 1 << 62
 """What a protected node's value is above those on probation: more ticks than there will be."""
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
+"""Bounds of a request's priority."""
 
 
 class EvictionStrategy(Protocol):
@@ -173,8 +177,8 @@ class Quota:
     def __post_init__(self) -> None:
         for name in ("device_pages", "host_pages"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must not be negative")
+            if value is not None:
+                whole(name, value, least=0)
 
 
 NO_QUOTA = Quota()

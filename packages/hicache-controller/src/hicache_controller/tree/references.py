@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from hicache_kernels.validation import whole
+
 from .loading import TreeLoads
 from .node import TreeNode
 
@@ -76,6 +78,7 @@ class TreeReferences(TreeLoads):
         """
         if node is self.root or not self._is_alive(node):
             raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
+        pages = whole("pages", pages, least=0)
         if not 0 < pages < node.pages:
             raise ValueError(f"pages is {pages}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
         return self._split(node, pages)

@@ -10,6 +10,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from hicache_kernels.validation import whole
+from hicache_pools import DevicePool, ExtentAllocator, PoolEntry
+
 from ..controller import HiCacheController
 from ..first_error import FirstError
 from ..forks import refuse_in_forks
@@ -45,6 +48,17 @@ class PageAllocator(Protocol):
         """Give pages back."""
 
 
+def _check_device_pages(anchor: PoolEntry, allocator: PageAllocator, page_size: int) -> None:
+    """Check that every page an allocator can hand out is one of the anchor's device pool."""
+    if isinstance(allocator, ExtentAllocator) and allocator.page_size != page_size:
+        raise ValueError(f"device_allocator has pages of {allocator.page_size} slots; page_size is {page_size}")
+    if isinstance(anchor.device_pool, DevicePool) and allocator.page_num * page_size > anchor.device_pool.index_size:
+        raise ValueError(
+            f"device_allocator has {allocator.page_num} pages of {page_size} slots; the device pool of the anchor has "
+            f"{anchor.device_pool.index_size} slots"
+        )
+
+
 class TreeStructure:
     """Nodes and books; moves no bytes.
 
@@ -69,8 +83,10 @@ class TreeStructure:
         listener: Listener | None,
         clock: Callable[[], float] | None,
     ) -> None:
-        if page_size <= 0:
-            raise ValueError(f"page_size is {page_size}; it must be positive")
+        page_size = whole("page_size", page_size)
+        if page_size != controller.page_size:
+            raise ValueError(f"page_size is {page_size}; the controller's pools have pages of {controller.page_size}")
+        _check_device_pages(controller.host_group.anchor_entry, device_allocator, page_size)
         if components and not isinstance(controller, HybridCacheController):
             names = [str(component.name) for component in components]
             raise TypeError(

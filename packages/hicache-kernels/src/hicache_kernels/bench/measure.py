@@ -13,6 +13,7 @@ from ..planner import PathUnavailableError
 from ..staging import Direction, canonical_device
 from ..streams import own_stream
 from ..transfer import TransferResult
+from ..validation import whole
 from .cases import Case
 from .pool import BenchPool, Buffers
 
@@ -171,8 +172,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     repeats
         Measured repetitions of each way, after one that is not; at least 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; it must be at least 1")
+    repeats = whole("repeats", repeats)
     device = pool.device_indices.device
     # One of torch's own could be the stream of the copies, behind which no event is seen before the last.
     side = own_stream(canonical_device(device), "timing") if device.type == "cuda" else None

@@ -19,6 +19,7 @@ from ..planner import DeviceConstants
 from ..probe import load_outcome
 from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
+from ..validation import whole
 from .builds import cold_build_seconds
 from .cases import SHAPES, Case, Pattern, Shape
 from .interference import Disturbance, Duplex, disturbances, measure_duplex
@@ -144,6 +145,8 @@ def run_benchmark(
     progress
         Called with what is measured next.
     """
+    for name, value in (("size", size), ("repeats", repeats)):
+        whole(name, value)
     device = torch.device(device)
     constants = calibrate.device_constants(device) if constants is None else constants
     report = Report(_environment(device), {}, _modules(device), constants)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from hicache_kernels.checks import check_tensor
+from hicache_kernels.validation import whole
 
-from ..checks import whole
 from .components import DeviceComponent
 
 
@@ -74,8 +74,6 @@ class DevicePool:
         if len(set(names)) < len(names):
             raise ValueError(f"components are called {names}; names are unique within a pool")
         page_size = whole("page_size", page_size)
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}; it must be at least 1")
         for component in components:
             for what, value, wanted in (
                 ("layers", component.layers, first.layers),

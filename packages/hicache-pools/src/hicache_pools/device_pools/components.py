@@ -10,8 +10,7 @@ import torch
 
 from hicache_kernels import DeviceRows
 from hicache_kernels.checks import checked_tensors
-
-from ..checks import one_of
+from hicache_kernels.validation import one_of, whole
 
 
 class BufferForm(StrEnum):
@@ -112,8 +111,7 @@ def component_from_tensors(
     form = one_of("form", form, BufferForm)
     tensors = checked_layers(name, tensors)
     first = tensors[0]
-    if slots_per_row < 1:
-        raise ValueError(f"slots_per_row of {name} is {slots_per_row}; it must be at least 1")
+    slots_per_row = whole(f"slots_per_row of {name}", slots_per_row)
     if form is BufferForm.HEAD_MAJOR:
         if first.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(first.shape)}; a head-major buffer is [heads, slots, dim]")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hicache_kernels.validation import whole
+
 from .base import DevicePool
 from .components import BufferForm, component_from_tensors, left_out
 
@@ -50,7 +52,16 @@ class DeepSeekV4PagedPool(DevicePool):
         indexer_bytes: int = 0,
         index_translation: torch.Tensor | None = None,
     ) -> None:
-        if compression_ratio < 1 or size % compression_ratio:
+        for name, value in (
+            ("size", size),
+            ("page_size", page_size),
+            ("compression_ratio", compression_ratio),
+            ("kv_bytes", kv_bytes),
+            ("layer_num", layer_num),
+        ):
+            whole(name, value)
+        whole("indexer_bytes", indexer_bytes, least=0)
+        if size % compression_ratio:
             raise ValueError(f"size is {size}; it must be a multiple of compression_ratio {compression_ratio}")
 
         def allocate(row_bytes: int) -> list[torch.Tensor]:
@@ -102,7 +113,7 @@ class DeepSeekV4PagedPool(DevicePool):
         slots_per_row: int,
         index_translation: torch.Tensor | None,
     ) -> None:
-        if compression_ratio < 1 or slots_per_row % compression_ratio:
+        if whole("slots_per_row", slots_per_row) % whole("compression_ratio", compression_ratio):
             raise ValueError(
                 f"slots_per_row is {slots_per_row}; it must be a multiple of compression_ratio {compression_ratio}"
             )
@@ -147,6 +158,10 @@ class DeepSeekV4StatePool(DevicePool):
         *,
         index_translation: torch.Tensor | None = None,
     ) -> None:
+        for name, value in (("size", size), ("layer_num", layer_num)):
+            whole(name, value)
+        for extent in state_shape:
+            whole("state_shape", extent)
         state = [torch.zeros((size, *state_shape), dtype=dtype, device=device) for _ in range(layer_num)]
         self._describe_states({"state": state}, index_translation)
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hicache_kernels.validation import whole
+
 from .components import BufferForm, DeviceComponent, component_from_tensors
 from .mla import MLATokenToKVPool, latent_component
 
@@ -57,9 +59,19 @@ class DSATokenToKVPool(MLATokenToKVPool):
         quant_block_size: int = 128,
         index_translation: torch.Tensor | None = None,
     ) -> None:
-        if page_size < 1 or size % page_size:
+        for name, value in (
+            ("size", size),
+            ("page_size", page_size),
+            ("kv_lora_rank", kv_lora_rank),
+            ("layer_num", layer_num),
+            ("index_head_dim", index_head_dim),
+            ("quant_block_size", quant_block_size),
+        ):
+            whole(name, value)
+        whole("qk_rope_head_dim", qk_rope_head_dim, least=0)
+        if size % page_size:
             raise ValueError(f"size is {size}; it must be a multiple of page_size {page_size}")
-        if quant_block_size < 1 or index_head_dim % quant_block_size:
+        if index_head_dim % quant_block_size:
             raise ValueError(
                 f"index_head_dim is {index_head_dim}; it must be a multiple of quant_block_size {quant_block_size}"
             )

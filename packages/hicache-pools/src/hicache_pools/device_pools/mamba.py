@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from hicache_kernels.validation import whole
+
 from .base import DevicePool
 from .components import BufferForm, DeviceComponent, component_from_tensors, left_out
 
@@ -57,6 +59,15 @@ class MambaPool(DevicePool):
         side: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
         index_translation: torch.Tensor | None = None,
     ) -> None:
+        for name, value in (("size", size), ("layer_num", layer_num)):
+            whole(name, value)
+        shapes = {f"conv_shapes[{number}]": shape for number, shape in enumerate(conv_shapes)}
+        shapes["temporal_shape"] = temporal_shape
+        shapes |= {f"side[{name!r}]": shape for name, (shape, _) in (side or {}).items()}
+        for name, shape in shapes.items():
+            for extent in shape:
+                whole(name, extent)
+
         def allocate(shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
             return [torch.zeros((size, *shape), dtype=dtype, device=device) for _ in range(layer_num)]
 

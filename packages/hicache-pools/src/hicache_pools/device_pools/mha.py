@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import one_of
+from hicache_kernels.validation import one_of, whole
+
 from .base import DevicePool
 from .components import BufferForm, checked_layers, component_from_tensors
 
@@ -52,9 +53,19 @@ class MHATokenToKVPool(DevicePool):
         v_head_dim: int | None = None,
         index_translation: torch.Tensor | None = None,
     ) -> None:
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        for name, value in (
+            ("size", size),
+            ("page_size", page_size),
+            ("head_num", head_num),
+            ("head_dim", head_dim),
+            ("layer_num", layer_num),
+            ("v_head_dim", v_head_dim),
+        ):
+            whole(name, value)
         k, v = (
             [torch.zeros((size, head_num, dim), dtype=dtype, device=device) for _ in range(layer_num)]
-            for dim in (head_dim, head_dim if v_head_dim is None else v_head_dim)
+            for dim in (head_dim, v_head_dim)
         )
         self._describe_keys_and_values(k, v, BufferForm.SLOT_MAJOR, page_size, index_translation)
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from hicache_kernels.validation import whole
+
 from .base import DevicePool
 from .components import BufferForm, DeviceComponent, checked_layers, component_from_tensors
 
@@ -47,6 +49,14 @@ class MLATokenToKVPool(DevicePool):
         *,
         index_translation: torch.Tensor | None = None,
     ) -> None:
+        for name, value in (
+            ("size", size),
+            ("page_size", page_size),
+            ("kv_lora_rank", kv_lora_rank),
+            ("layer_num", layer_num),
+        ):
+            whole(name, value)
+        whole("qk_rope_head_dim", qk_rope_head_dim, least=0)
         shape = (size, 1, kv_lora_rank + qk_rope_head_dim)
         kv = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layer_num)]
         self._describe_latent(kv, latent_component(kv), page_size, index_translation)

@@ -22,9 +22,10 @@ from hicache_kernels import (
     host_strides,
 )
 from hicache_kernels.checks import check_tensor
+from hicache_kernels.validation import finite, one_of, whole
 
-from ..checks import one_of, whole
 from ..device_pools import DeviceComponent, DevicePool
+from ..extent_index import MAX_PAGES
 from ..extents import ExtentAllocator
 from ..host_memory import HostBuffer
 from ..memory_budget import HostMemoryBudget
@@ -57,7 +58,7 @@ class HostPool:
     device_pool
         What is mirrored; see :mod:`hicache_pools.device_pools`.
     host_to_device_ratio
-        Host slots for each device slot, where ``host_size`` is 0 or less.
+        Host slots for each device slot, where ``host_size`` is 0.
     host_size
         Size in GB (10**9 bytes), where positive.
     page_size
@@ -140,6 +141,8 @@ class HostPool:
         self._check_devices(device_pool, device)
         self._policy = one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
         self.layout = one_of("layout", layout, self.layouts)
+        for name, size in (("host_to_device_ratio", host_to_device_ratio), ("host_size", host_size)):
+            finite(name, size)
         page_size = device_pool.page_size if page_size is None else whole("page_size", page_size)
         if self.fixed_page_size is not None and page_size != self.fixed_page_size:
             raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
@@ -158,9 +161,7 @@ class HostPool:
         self.geometry = pool_geometry(components, self.layout, page_size, components[0].layers)
         if pages is None:
             pages = page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
-        pages = whole("pages", pages)
-        if pages < 1:
-            raise ValueError(f"pages is {pages}; a host pool has at least 1")
+        pages = whole("pages", pages, most=MAX_PAGES)
         options = memory_options or HostMemoryOptions()
         # Before the slots, whose bookkeeping grows with the pages.
         (options.budget or HostMemoryBudget()).check(pages * self.geometry.page_bytes)
@@ -390,9 +391,7 @@ class HostPool:
         return self._index_rows.rows(host_indices, device_indices)
 
     def _options(self, io_backend: str, block_quota: int | None) -> _Options:
-        quota = None if block_quota is None else whole("block_quota", block_quota)
-        if quota is not None and quota < 0:
-            raise ValueError(f"block_quota is {block_quota}; accepted are None, 0 (no SM) and a number of CTAs")
+        quota = None if block_quota is None else whole("block_quota", block_quota, least=0)
         if one_of("io_backend", io_backend, IO_BACKENDS) == "direct" or quota == 0:
             # A quota of no blocks leaves the planner the copy engines alone.
             return {"policy": self._staging.copies_policy, "block_quota": 0}
@@ -447,9 +446,7 @@ class HostPool:
 
     def page_parts(self, page: int) -> tuple[PagePart, ...]:
         """Offsets in ``buffer`` and sizes of the contiguous pieces of a page; one piece except in ``layer_first``."""
-        page = whole("page", page)
-        if not 0 <= page < self.page_num:
-            raise ValueError(f"page is {page}; the pool has pages 0 to {self.page_num - 1}")
+        page = whole("page", page, least=0, most=self.page_num - 1)
         return page_parts(self.geometry, self._strides, page)
 
     def page_memory(self, page: int) -> tuple[memoryview, ...]:
@@ -491,7 +488,7 @@ class HostPool:
 
 
 def _checked_layer(layer_id: int, layers: int, whose: str) -> int:
-    layer_id = whole("layer_id", layer_id)
+    layer_id = whole("layer_id", layer_id, least=0)
     if not 0 <= layer_id < layers:
         raise ValueError(f"layer_id is {layer_id}; layers of {whose}: {layers}, from 0")
     return layer_id

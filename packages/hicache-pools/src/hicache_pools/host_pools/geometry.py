@@ -11,7 +11,6 @@ import torch
 
 from hicache_kernels import HostLayout, HostStrides
 
-from ..checks import finite
 from ..device_pools import DeviceComponent, DevicePool
 
 
@@ -110,14 +109,14 @@ def page_count(device_pool: DevicePool, geometry: PoolGeometry, host_to_device_r
     Raises
     ------
     TypeError, ValueError
-        Where one of them is no finite number, or there is not even one page.
+        Where one of them is not a finite number from 0 on, or there is not even one page.
     """
-    if finite("host_size", host_size) > 0:
+    if host_size > 0:
         pages = int(host_size * 1e9 // geometry.page_bytes)
         if pages < 1:
             raise ValueError(f"host_size is {host_size} GB; a page alone has {geometry.page_bytes} bytes")
         return pages
-    pages = int(device_pool.size * finite("host_to_device_ratio", host_to_device_ratio) // geometry.page_size)
+    pages = int(device_pool.size * host_to_device_ratio // geometry.page_size)
     if pages < 1:
         raise ValueError(
             f"host_to_device_ratio is {host_to_device_ratio} for {device_pool.size} device slots and host_size is "

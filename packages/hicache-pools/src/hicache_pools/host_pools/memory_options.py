@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from hicache_kernels import HostLayout
+from hicache_kernels.validation import one_of
 
-from ..host_memory import CHUNK_BYTES, HostBuffer, HugePages, allocate_host_buffer
+from ..host_memory import CHUNK_BYTES, HostBuffer, HugePages, allocate_host_buffer, check_memory_numbers
 from ..memory_budget import HostMemoryBudget
 from ..registration import HostRuntime, Segment
 from .geometry import PoolGeometry
@@ -42,6 +43,10 @@ class HostMemoryOptions:
     threads: int | None = None
     budget: HostMemoryBudget | None = None
     runtime: HostRuntime | None = None
+
+    def __post_init__(self) -> None:
+        one_of("huge_pages", self.huge_pages, HugePages)
+        check_memory_numbers(self.chunk_bytes, self.numa_node, self.threads)
 
 
 def allocate_pool_buffer(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from hicache_kernels import Capabilities, HostLayout, TransferResult
+from hicache_kernels.validation import one_of, whole
 
-from ..checks import one_of, whole
 from ..device_pools import DevicePool
+from ..extent_index import MAX_PAGES
 from .base import HostPool
 from .geometry import PoolGeometry
 
@@ -26,9 +27,8 @@ class NullPoolHost(HostPool):
     """
 
     def __init__(self, pages: int, page_size: int, layout: HostLayout | str = HostLayout.PAGE_FIRST) -> None:
-        for name, value in (("pages", pages), ("page_size", page_size)):
-            if whole(name, value) < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        pages = whole("pages", pages, most=MAX_PAGES)
+        page_size = whole("page_size", page_size, most=MAX_PAGES)
         self.layout = one_of("layout", layout, HostLayout)
         self.geometry = PoolGeometry(self.layout, page_size, page_size, 0, ())
         self._set_up_slots(pages)

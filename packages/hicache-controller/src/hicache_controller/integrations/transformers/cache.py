@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from hicache_kernels import HostLayout
+from hicache_kernels.validation import finite, whole
 
 from ...forks import refuse_in_forks
 from ...hashing import Namespace
@@ -169,6 +170,11 @@ class HiCache:
         """
         if on_unsupported not in ("error", "uncached"):
             raise ValueError(f"on_unsupported is {on_unsupported!r}; accepted are 'error' and 'uncached'")
+        for name, size in (("l1_gb", l1_gb), ("l2_gb", l2_gb)):
+            if size is not None:
+                finite(name, size, above=True)
+        if page_size is not None:
+            whole("page_size", page_size)
         try:
             shape = model_layout(model)
             page_size = default_page_size(shape) if page_size is None else page_size
@@ -282,12 +288,17 @@ class HiCache:
         UnsupportedError
             For beams, several return sequences, prompt lookup, quantized and offloaded caches; on entry, for padding
             that is not on the left and for a static cache of a model that keeps more than full attention.
-        ValueError
-            In the forward pass: for a mask, positions, arguments or settings of the model that make a restored prefix a
-            wrong one, and for the whole prompt given again behind it.
+        TypeError, ValueError
+            For a number of tokens that is not a whole one, or negative. In the forward pass: for a mask, positions,
+            arguments or settings of the model that make a restored prefix a wrong one, and for the whole prompt given
+            again behind it.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
+        for number, tokens in enumerate(() if checkpoints is None else checkpoints):
+            whole(f"checkpoints[{number}]", tokens, least=0)
+        if max_cache_len is not None:
+            whole("max_cache_len", max_cache_len)
         config = generation_config_of(self.model) if generation_config is None else generation_config
         reason = self._unsupported or unsupported_generation(config)
         if reason is not None:

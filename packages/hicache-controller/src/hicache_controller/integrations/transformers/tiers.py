@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hicache_kernels import HostLayout
+from hicache_kernels.validation import whole
 from hicache_pools import (
     DevicePool,
     ExtentAllocator,
@@ -161,8 +162,7 @@ def build_tiers(
     UnsupportedError
         If layers of one kind keep different shapes.
     """
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    page_size = whole("page_size", page_size)
     window_tokens = max(1, layout.window_of(layout.sliding) - 1) if layout.sliding else 0
     window_pages = -(-window_tokens // page_size)
     full = layout.attention_of(layout.full, "keys and values") if layout.full else None
