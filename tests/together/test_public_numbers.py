@@ -97,6 +97,17 @@ def pin(**numbers: Any) -> None:
     cache.pin(cache.match_prefix([]), **numbers)
 
 
+def detach(**numbers: Any) -> None:
+    with_storage = controller()
+    with_storage.attach_storage_backend(MemoryStorage())
+    with_storage.detach_storage_backend(**numbers)
+
+
+def prefetch(**numbers: Any) -> None:
+    cache = tree()
+    cache.prefetch(cache.match_prefix([]), **numbers)
+
+
 def split(**numbers: Any) -> None:
     cache = tree()
     keys = [bytes([page] * 16) for page in range(3)]
@@ -192,6 +203,9 @@ CALLS: dict[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
     # controller
     "HiCacheController": (controller, {"write_block_quota": 1, "load_block_quota": 1, "distributed_timeout": 1.0}),
     "HiCacheController.shutdown": (lambda **n: controller().shutdown(**n), {"timeout": 1.0}),
+    "HiCacheController.reset": (lambda **n: controller().reset(**n), {"timeout": 1.0}),
+    "HiCacheController.quiesce": (lambda **n: controller().quiesce(**n), {"timeout": 1.0}),
+    "HiCacheController.detach_storage_backend": (detach, {"timeout": 1.0}),
     "L2Transfer": (
         lambda **n: L2Transfer("kv", None, None, torch.arange(1), torch.arange(1), (0,), **n),
         {"block_quota": 1},
@@ -202,7 +216,7 @@ CALLS: dict[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
     "StorageSettings": (
         StorageSettings,
         dict.fromkeys(("batch_pages", "backup_queue_pages", "prefetch_queue_pages", "backup_retries"), 1)
-        | dict.fromkeys((*WAITS, "timeout_seconds"), 0.5),
+        | dict.fromkeys((*WAITS, "timeout_seconds", "max_wait_seconds"), 0.5),
     ),
     "MemoryStorage": (MemoryStorage, {"capacity_bytes": 1}),
     "Fingerprint": (lambda **n: Fingerprint("m", "r", **n), {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2}),
@@ -214,6 +228,9 @@ CALLS: dict[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
     "UnifiedRadixCache.insert(computed_tokens)": (insert, {"computed_tokens": 2}),
     "UnifiedRadixCache.pin": (pin, {"seconds": 0.5}),
     "UnifiedRadixCache.split": (split, {"pages": 1}),
+    "UnifiedRadixCache.drain": (lambda **n: tree().drain(**n), {"timeout": 1.0}),
+    "UnifiedRadixCache.reset": (lambda **n: tree().reset(**n), {"timeout": 1.0}),
+    "UnifiedRadixCache.prefetch": (prefetch, {"timeout": 1.0}),
     "Quota": (Quota, {"device_pages": 1, "host_pages": 1}),
     "SequenceKeys": (SequenceKeys, {"page_size": 2}),
     "page_hashes": (lambda **n: page_hashes(np.arange(4), **n), {"page_size": 2}),

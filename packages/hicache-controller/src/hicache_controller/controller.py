@@ -19,7 +19,7 @@ from .storage_tasks import PrefetchOperation, StoragePart
 from .storage_worker import ANCHOR, StorageBackend
 from .transfer_controller import TransferController
 from .transfer_handle import Guards
-from .wait_bound import WaitBound
+from .wait_bound import WaitBound, checked_timeout
 
 
 class HiCacheController(TransferController):
@@ -163,7 +163,7 @@ class HiCacheController(TransferController):
         RuntimeError
             If there is none.
         """
-        return self.storage.detach(timeout)
+        return self.storage.detach(checked_timeout(timeout))
 
     def storage_exists(self, keys: Sequence[bytes]) -> int:
         """Return how many leading pages are in the storage of every rank; 0 without, or where it fails or is slow."""
@@ -297,6 +297,7 @@ class HiCacheController(TransferController):
             slot was freed; call it again.
         """
         self._check_open()
+        timeout = checked_timeout(timeout)
         seconds = self.storage.settings.timeout_seconds if timeout is None else timeout
         bound = WaitBound(seconds)
         with self._lock:

@@ -16,6 +16,7 @@ from .events import Event, HostSignal
 from .in_flight import InFlight, Use
 from .operations import StorageAck
 from .transfer_handle import InFlightOperation, Source
+from .wait_bound import checked_timeout
 
 
 class StoragePart(NamedTuple):
@@ -236,6 +237,7 @@ class PrefetchOperation(StorageTask):
             has come counts. Of a storage that hangs, the slots of its call stay in flight until that ends.
         """
         if self._agreed is None:
+            timeout = checked_timeout(timeout)
             if not self.host_ready.synchronize(self._deadline_seconds if timeout is None else timeout):
                 self.cancel()
             self._agreed = self._agreement.smallest([self._usable()])[0]

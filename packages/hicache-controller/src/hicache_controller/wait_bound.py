@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import time
 
+from hicache_kernels.validation import seconds
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Return a timeout in seconds as a float, or None for none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where it is no number, negative or not finite.
+    """
+    return None if timeout is None else seconds("timeout", timeout)
+
 
 class WaitBound:
     """Seconds that all waits of a call share, counted from the first of them.

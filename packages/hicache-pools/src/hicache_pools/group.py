@@ -248,7 +248,7 @@ class HostPoolGroup:
         RuntimeError
             A reclaim callback resolved these very transfers; they are as it left them.
         """
-        return self._resolve(transfers, "host", primary_host_indices, primary_device_indices) if transfers else None
+        return self._resolve(transfers or (), "host", primary_host_indices, primary_device_indices)
 
     def resolve_device_transfers(
         self,
@@ -258,7 +258,7 @@ class HostPoolGroup:
         primary_host_indices: torch.Tensor | None = None,
     ) -> list[PoolTransfer] | None:
         """Give every transfer that has none its device slots; otherwise as :meth:`resolve_host_transfers`."""
-        return self._resolve(transfers, "device", primary_host_indices, primary_device_indices) if transfers else None
+        return self._resolve(transfers or (), "device", primary_host_indices, primary_device_indices)
 
     def release_transfers(self, transfers: Sequence[PoolTransfer] | None) -> int:
         """Give back what a group filled in, and leave the transfers as they were before.
@@ -313,6 +313,8 @@ class HostPoolGroup:
         ):
             if indices is not None:
                 check_tensor(name, indices)
+        if not transfers:
+            return None
         if len({id(transfer) for transfer in transfers}) < len(transfers):
             raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)

@@ -15,7 +15,7 @@ from hicache_pools.pool_transfer import PoolName
 from ..controller import HiCacheController
 from ..hashing import Namespace
 from ..hybrid import HybridCacheController, SidecarPoolSpec
-from ..wait_bound import WaitBound
+from ..wait_bound import WaitBound, checked_timeout
 from . import integrity
 from .bounded import bounded
 from .components import WindowComponent
@@ -483,6 +483,7 @@ class UnifiedRadixCache(TreeReferences):
         TimeoutError
             If a call to storage does not end then. Backups were given up, nothing else was changed; call it again.
         """
+        timeout = checked_timeout(timeout)
         bound = WaitBound(math.inf if timeout is None else timeout)
         if not self.drain(None if timeout is None else bound.left()):
             for operation in list(self._backups.values()):

@@ -11,7 +11,7 @@ import torch
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from ..interrupts import interrupts_held_back
-from ..wait_bound import WaitBound
+from ..wait_bound import WaitBound, checked_timeout
 from .backups import further
 from .bounded import bounded
 from .events import Change, Tier
@@ -85,7 +85,7 @@ class TreeLoads(TreeTransfers):
             return self._finish_prefetch(self.start_prefetch(match), wait=True)
 
     def _waiting(self, timeout: float | None) -> AbstractContextManager[WaitBound]:
-        storage = self.controller.storage
+        timeout, storage = checked_timeout(timeout), self.controller.storage
         return storage.one_call(storage.settings.timeout_seconds if timeout is None else timeout)
 
     @bounded

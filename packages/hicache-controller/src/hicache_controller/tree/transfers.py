@@ -14,6 +14,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 from ..first_error import FirstError
 from ..interrupts import interrupts_held_back
 from ..operations import Ack
+from ..wait_bound import checked_timeout
 from .backups import TreeBackups, further
 from .bounded import bounded
 from .events import CacheEvent, Change, Tier
@@ -399,6 +400,7 @@ class TreeTransfers(TreeBackups):
             Seconds to wait for storage; with 0 this is a poll that tells. By default as long as it gets on: as another
             page is stored within its ``timeout_seconds``.
         """
+        timeout = checked_timeout(timeout)
         with self.controller.storage.one_call(math.inf if timeout is None else timeout):
             self.poll()
             while self._wait():
