@@ -18,8 +18,10 @@ from ...tree.results import Match
 from .checkpoints import Checkpoint, Checkpoints
 from .errors import UnsupportedError
 from .filling import FilledOnTouch
+from .generation import GenerateGuard, OpenSession
 from .layers import FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
+from .model_layout import takes_positions
 from .past import PastCache, StaticPastCache
 from .precision import AutocastWatch, other_type
 from .recorder import Recorder
@@ -61,11 +63,19 @@ class Session:
 
     def __enter__(self) -> PastCache | StaticPastCache | None:
         """Match, start loading, and make the cache; None where it cannot be served and need not be."""
+        self._cache.user.enter()
         try:
             return self._begin()
         except UnsupportedError as error:
-            self._cache.refuse(error)
+            try:
+                self._cache.refuse(error)
+            except UnsupportedError:
+                self._cache.user.leave()
+                raise
             return None
+        except BaseException:
+            self._cache.user.leave()
+            raise
 
     def _begin(self) -> PastCache | StaticPastCache:
         if self._past is not None:
@@ -74,6 +84,11 @@ class Session:
         tiers.tree.poll()
         self._rows = batch_rows(self._input_ids, self._attention_mask)
         self._check_length()
+        if any(row.pad for row in self._rows) and not takes_positions(self._cache.decoder.forward):
+            raise UnsupportedError(
+                f"the batch is padded, and {type(self._cache.model).__name__} takes no position_ids, so that what it "
+                "computes may depend on the padding; pass prompts one by one, or several of one length"
+            )
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
             if columns != (columns := self._take_pages(columns)):
@@ -89,12 +104,14 @@ class Session:
                 past,
                 self._rows,
                 self._checkpoints.after_pass if tiers.states is not None else None,
+                needs_positions=self._cache.needs_positions,
             )
             self._autocast = AutocastWatch(self._cache.decoder, past, tiers.layout.device.type)
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
                 self._recorder.hand_over()
+            GenerateGuard.add(OpenSession(self._cache, past, self._recorder))
         except BaseException:
             self._end(keep=False)
             raise
@@ -253,7 +270,11 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Keep the new complete pages, unless the block was left with an error."""
-        self._end(keep=kind is None)
+        self._cache.user.check()
+        try:
+            self._end(keep=kind is None)
+        finally:
+            self._cache.user.leave()
 
     def _end(self, *, keep: bool) -> None:
         tree = self._tiers.tree
@@ -262,6 +283,7 @@ class Session:
         for hooks in (recorder, autocast):
             if hooks is not None:
                 hooks.remove()
+        GenerateGuard.remove(self._cache.model, self._past)
         try:
             if keep and recorder is not None and autocast is not None and self._past is not None:
                 with torch.no_grad():
