@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from tests.together import transformers_families as fam
 
-from hicache_controller.integrations.transformers import HiCache
+from hicache_controller.integrations.transformers import HiCache, split_proof
+from hicache_controller.integrations.transformers.model_layout import model_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -156,3 +157,34 @@ def test_a_load_is_queued_before_the_session_goes_on(gpu: torch.device, monkeypa
             assert past.hits[0].host == PREFIX
             fam.forward(model, prompt[:, PREFIX:], past)
         assert queued == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", fam.FAMILIES)
+def test_passes_of_models_that_are_right_agree_and_leave_no_memory_and_the_random_state(
+    gpu: torch.device, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fam.make_model(family, seed=1, device=gpu, dtype=dtype)
+    layout = model_layout(model)
+    for page_size in (fam.PAGE, 64):
+        monkeypatch.setattr(split_proof, "_verdicts", {})
+        # The first one leaves what the libraries keep for themselves, as a workspace.
+        allocated, state = torch.cuda.memory_allocated(gpu), torch.cuda.get_rng_state(gpu)
+        assert split_proof.split_verdict(model, layout, page_size).reason is None
+        assert torch.equal(torch.cuda.get_rng_state(gpu), state)
+    assert torch.cuda.memory_allocated(gpu) <= allocated
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 0.05), (torch.bfloat16, 0.5), (torch.float16, 0.05)], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
+def test_passes_that_lose_something_between_them_differ(
+    gpu: torch.device, family: str, dtype: torch.dtype, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_proof, "_verdicts", {})
+    model = fam.make_model(family, seed=1, device=gpu, dtype=dtype)
+    with fam.wrong_second_passes(model, size):
+        reason = split_proof.split_verdict(model, model_layout(model), fam.PAGE).reason
+    assert reason is not None
+    assert "the keys of layer 1 differ by" in reason

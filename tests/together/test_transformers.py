@@ -342,25 +342,6 @@ def test_what_was_cropped_and_computed_otherwise_is_not_served(model: Any) -> No
         fam.check(cache)
 
 
-def test_prompt_lookup_decoding_crops_the_cache_and_keeps_the_right_tokens() -> None:
-    model = fam.make_model("llama", seed=8)
-    prompt = fam.random_tokens(12).repeat(1, 4)
-    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 24, "do_sample": False}
-    expected = model.generate(prompt, **options)
-    with fam.open_cache(model) as cache:
-        with cache.session(prompt) as past:
-            assert torch.equal(model.generate(prompt, past_key_values=past, **options), expected)
-        reference = fam.compute_prefix(model, expected[:, :-1]).kept.layers[2].keys
-        with cache.session(expected) as past:
-            assert past.cached_tokens == 64
-            past.layers[2].fill()
-            torch.testing.assert_close(past.layers[2].keys, reference[:, :, :64])
-            fam.forward(model, expected[:, 64:], past)
-        # transformers runs the whole prompt again, as if the cache were empty; that must not go unseen.
-        with pytest.raises(ValueError, match="whole prompt"), cache.session(prompt) as past:
-            model.generate(prompt, past_key_values=past, **options)
-
-
 def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
     model = fam.make_model("qwen3", seed=9)
     prompt = fam.random_tokens(45)

@@ -25,8 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),
     pytest.mark.usefixtures("one_thread"),
 ]
-WINDOWED = tuple(family for family in fam.WINDOWED if family != "bamba")
-"""Without a family whose chunks show in its logits, so that passes cut elsewhere differ."""
 LOADS = ("load_to_device_per_layer", "load_to_device_all_layer")
 
 
@@ -116,7 +114,7 @@ class OtherLoads:
                 tree.drain()
 
 
-@pytest.mark.parametrize("model", WINDOWED, indirect=True)
+@pytest.mark.parametrize("model", fam.WINDOWED, indirect=True)
 def test_a_session_ends_while_another_one_loads_its_pages(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with fam.open_cache(model) as cache:
         other = OtherLoads(cache, monkeypatch)
@@ -234,7 +232,7 @@ class TestALoadThatFailsAtOnce:
             session = cache.session(prompt, attention_mask=mask, checkpoints=())
             return session, session.__enter__()
 
-    @pytest.mark.parametrize("model", ["llama", *WINDOWED], indirect=True)
+    @pytest.mark.parametrize("model", ["llama", *fam.WINDOWED], indirect=True)
     def test_the_session_computes_what_it_was_to_bring(
         self, model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -126,6 +126,33 @@ RECURRENT = ("qwen3_next", "falcon_h1", "bamba")
 WINDOWED = ("mistral", "gemma3", *RECURRENT)
 
 
+@contextlib.contextmanager
+def wrong_second_passes(model: Any, size: float) -> Iterator[None]:
+    """Have a layer change the first token of each pass behind another by this part of it, as if it had lost a state."""
+    decoder = model.get_decoder()
+    second = False
+
+    def look(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        nonlocal second
+        second = options[cache_argument(decoder.forward)].get_seq_length() > 0
+
+    def change(module: Any, arguments: tuple[Any, ...], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if second:
+            hidden[:, :1] += size * hidden[:, :1].roll(1, -1)
+        return output
+
+    hooks = (
+        decoder.register_forward_pre_hook(look, with_kwargs=True),
+        decoder.layers[0].register_forward_hook(change),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class LeftError(Exception):
     """Leaves a session without keeping anything."""
 
@@ -154,6 +181,10 @@ def random_tokens(count: int, *, batch: int = 1, device: torch.device | str = "c
 
 def forward(model: Any, tokens: torch.Tensor, past: Any, **options: Any) -> torch.Tensor:
     """Run tokens with a cache; returns the logits of all of them."""
+    if model.config.model_type == "bamba" and type(past) is DynamicCache:
+        # It counts every pass from 0; a session passes positions by itself.
+        begin = past.get_seq_length(1)
+        options.setdefault("position_ids", torch.arange(begin, begin + tokens.shape[1], device=tokens.device)[None])
     with torch.no_grad():
         output = model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): past}, **options)
     return output.logits

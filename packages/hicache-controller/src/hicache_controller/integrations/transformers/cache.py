@@ -24,9 +24,11 @@ from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint
 from .model_layout import cache_argument, decoder_of, model_layout
+from .one_user import OneUser
 from .past import PastCache, StaticPastCache
 from .session import Session
 from .settings import Settings, SettingsWatch
+from .split_proof import Verdict, split_verdict
 from .tiers import Tiers, build_tiers, default_page_size
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class HiCache:
     """A prefix cache for ``generate`` and plain forward passes of a transformers model.
 
     Make one with :meth:`for_model`, use :meth:`session` for each prompt, and :meth:`close` it, or use it as a context
-    manager. One thread uses it.
+    manager. One thread at a time uses it: while a session is open, the thread that opened it.
 
     Attributes
     ----------
@@ -82,6 +84,10 @@ class HiCache:
         The backend, or None.
     on_unsupported
         As given to :meth:`for_model`.
+    needs_positions
+        Whether the model counts the positions of every pass from 0, so that sessions pass them.
+    user
+        The thread that uses the cache.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class HiCache:
         fingerprint: Fingerprint | None = None,
         on_unsupported: OnUnsupported = "error",
         unsupported: str | None = None,
+        needs_positions: bool = False,
     ) -> None:
         refuse_in_forks(self)
         self.model = model
@@ -103,6 +110,8 @@ class HiCache:
         self.fingerprint = fingerprint
         self.on_unsupported = on_unsupported
         self._unsupported = unsupported
+        self.needs_positions = needs_positions
+        self.user = OneUser("this cache")
         self.decoder = decoder_of(model)
         self.cache_argument = cache_argument(self.decoder.forward)
         self._configs = (model.config, model.config.get_text_config(decoder=True))
@@ -125,6 +134,7 @@ class HiCache:
         page_size: int | None = None,
         layout: HostLayout | str = HostLayout.PAGE_FIRST_DIRECT,
         on_unsupported: OnUnsupported = "error",
+        check_passes: bool = True,
     ) -> HiCache:
         """Look at what the model's layers keep, and allocate the tiers for it.
 
@@ -154,6 +164,10 @@ class HiCache:
         on_unsupported
             What becomes of what the cache cannot serve: ``"error"`` raises :class:`UnsupportedError`, ``"uncached"``
             logs it once and gives None for a cache, with which transformers generates as ever.
+        check_passes
+            Whether to compute a few random prompts in one pass and in several, once a process for each configuration,
+            dtype and version of transformers, and refuse a model with which they differ by more than rounding. Some
+            models continue a cache in another way than they compute a prompt, in some versions of transformers.
 
         Returns
         -------
@@ -163,7 +177,10 @@ class HiCache:
         Raises
         ------
         UnsupportedError
-            For a model whose layers the cache cannot restore, or that spreads over several devices.
+            For a model whose layers the cache cannot restore, that computes a prompt in several passes in another way
+            than in one, or that spreads over several devices.
+        RuntimeError
+            For a model in training mode, whose passes cannot be compared.
         ValueError
             If a tier is too small for the model, an argument is out of range, or the storage keeps the pages of another
             fingerprint than the model's.
@@ -175,9 +192,15 @@ class HiCache:
                 finite(name, size, above=True)
         if page_size is not None:
             whole("page_size", page_size)
+        verdict = Verdict()
         try:
             shape = model_layout(model)
             page_size = default_page_size(shape) if page_size is None else page_size
+            # Where the decoder is given embeddings nothing is cached, see below.
+            if check_passes and shape.given_tokens:
+                verdict = split_verdict(model, shape, page_size)
+                if verdict.reason is not None:
+                    raise UnsupportedError(verdict.reason)
             l1 = _default_l1(shape.device, l2_gb) if l1_gb is None else l1_gb
             tiers = build_tiers(
                 shape, page_size=page_size, l1_bytes=int(l1 * 1e9), l2_bytes=int(l2_gb * 1e9), host_layout=layout
@@ -200,6 +223,7 @@ class HiCache:
                 owns_storage=backend is not None and backend is not storage,
                 fingerprint=fingerprint,
                 on_unsupported=on_unsupported,
+                needs_positions=verdict.needs_positions,
             )
         except BaseException:
             try:
@@ -283,15 +307,17 @@ class HiCache:
         Raises
         ------
         RuntimeError
-            If the cache is closed, the model or, on entry, a module of it is in training mode, or its weights have
-            changed.
+            If the cache is closed, the model or, on entry, a module of it is in training mode, its weights have
+            changed, or another thread has a session open.
         UnsupportedError
-            For beams, several return sequences, prompt lookup, quantized and offloaded caches; on entry, for padding
-            that is not on the left and for a static cache of a model that keeps more than full attention.
+            For beams, several return sequences, assisted decoding, prompt lookup, quantized and offloaded caches; on
+            entry, for padding that is not on the left, or for any where the model takes no positions, and for a static
+            cache of a model that keeps more than full attention. ``generate`` raises it too, before it computes
+            anything, for what it is given itself.
         TypeError, ValueError
             For a number of tokens that is not a whole one, or negative. In the forward pass: for a mask, positions,
-            arguments or settings of the model that make a restored prefix a wrong one, and for the whole prompt given
-            again behind it.
+            arguments or settings of the model that make a restored prefix a wrong one, for ``use_cache=False``, and for
+            the whole prompt given again behind the prefix; in ``generate``: for another prompt than the session's.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
@@ -350,7 +376,8 @@ class HiCache:
     def flush(self) -> None:
         """Wait until everything kept so far is on the host and in storage."""
         if self._tiers is not None:
-            self._tiers.tree.drain()
+            with self.user:
+                self._tiers.tree.drain()
 
     def stats(self) -> CacheStats:
         """Count what the tiers hold."""
@@ -371,12 +398,13 @@ class HiCache:
         """Empty L1, so that prefixes come from the host; returns the tokens that left. For measurements and tests."""
         if self._tiers is None:
             return 0
-        tree = self.tiers.tree
-        tree.drain()
-        for name, _ in self.tiers.windowed_pools:
-            tree.evict_window_device(name, tree.window_stats(name).device_pages)
-        freed = tree.evict_device(tree.stats().device_pages)
-        tree.drain()
+        with self.user:
+            tree = self.tiers.tree
+            tree.drain()
+            for name, _ in self.tiers.windowed_pools:
+                tree.evict_window_device(name, tree.window_stats(name).device_pages)
+            freed = tree.evict_device(tree.stats().device_pages)
+            tree.drain()
         return freed * self.page_size
 
     def log_once(self, message: str) -> None:
@@ -392,6 +420,7 @@ class HiCache:
         """
         if self._closed:
             return
+        self.user.check()
         self._closed = True
         if self._tiers is None:
             return

@@ -288,12 +288,6 @@ class WindowAttention(KeysAndValues, FixedBatch):
         self.cumulative_length = left
         self._show(held)
 
-    def activate_past_recording(self) -> None:
-        """Refuse: what assisted decoding needs of a window is not kept."""
-        raise UnsupportedError(
-            "assisted decoding with a sliding window is not supported; generate without an assistant"
-        )
-
     def reset(self) -> None:
         """Forget everything."""
         self.fill_with(None)
@@ -370,12 +364,6 @@ class RecurrentStates(FilledOnTouch, FixedBatch):
 
 class RecurrentLayer(RecurrentStates, LinearAttentionLayer):
     """Linear attention, or a convolution, alone."""
-
-    def activate_past_recording(self) -> None:
-        """Refuse: states cannot be rolled back."""
-        raise UnsupportedError(
-            "assisted decoding with recurrent states is not supported; generate without an assistant"
-        )
 
 
 class HybridLayer(  # type: ignore[no-untyped-call, override]

@@ -171,6 +171,16 @@ def cache_argument(forward: Any) -> str:
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; some have a whole module behind it."""
+    return str(error).partition("\n")[0]
+
+
+def takes_positions(forward: Any) -> bool:
+    """Whether a forward pass takes ``position_ids``."""
+    return "position_ids" in inspect.signature(forward).parameters
+
+
 def decoder_of(model: Any) -> Any:
     """Return the module that computes the layers, below the head."""
     decoder = model.get_decoder()
@@ -196,7 +206,9 @@ def model_layout(model: Any) -> ModelLayout:
     cache, given_tokens = _run_two_tokens(model)
     devices = {tensor.device for layer in cache.layers for tensor in _tensors(layer)}
     if not devices:
-        raise UnsupportedError("the model kept nothing in the cache it was given: it has none, or one of its own")
+        raise UnsupportedError(
+            "the model kept nothing in the cache it was given: it has none, as an encoder, or one of its own"
+        )
     types = model.config.get_text_config(decoder=True).to_dict().get("layer_types") or ()
     layers = tuple(
         _layer_layout(number, layer, types[number] if number < len(types) else None)
@@ -206,6 +218,8 @@ def model_layout(model: Any) -> ModelLayout:
         names = sorted(str(device) for device in devices)
         raise UnsupportedError(f"the model keeps its cache on {names}; one device is supported")
     layout = ModelLayout(layers, devices.pop(), given_tokens)
+    if layout.device.type == "meta":
+        raise UnsupportedError("the model is on the meta device, where it has no weights to compute with")
     if not layout.full and not layout.sliding:
         raise UnsupportedError("no layer of the model has attention, so nothing tells how long its cache is")
     return layout
@@ -228,7 +242,8 @@ def _run_two_tokens(model: Any) -> tuple[DynamicCache, bool]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot run two tokens on transformers' own cache: {type(error).__name__}: {error}"
+            f"{type(model).__name__} cannot run two tokens on transformers' own cache: {type(error).__name__}: "
+            f"{first_line(error)} (an encoder has no cache)"
         ) from error
     finally:
         hook.remove()

@@ -10,6 +10,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .errors import UnsupportedError
+from .generation import NOT_ASSISTED
 from .layers import LAYER_OF, StaticFullLayer
 from .model_layout import ModelLayout
 
@@ -56,6 +57,10 @@ class Rewinds:
         """Forget everything."""
         self._note(0)
         super().reset()  # type: ignore[misc]
+
+    def activate_past_recording(self) -> None:
+        """Refuse: transformers calls this as it begins with assisted decoding or prompt lookup."""
+        raise UnsupportedError(f"this is assisted decoding or prompt lookup; {NOT_ASSISTED}")
 
     def _note(self, left: torch.Tensor | int) -> None:
         if isinstance(left, torch.Tensor):

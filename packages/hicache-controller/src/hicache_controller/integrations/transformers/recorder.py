@@ -10,6 +10,7 @@ import torch
 
 from ...tree.keys import Tokens
 from .errors import UnsupportedError
+from .generation import WITHOUT_CACHE
 from .passes import Padding, Pass, Signature
 from .past import PastCache, StaticPastCache
 from .rows import Row
@@ -40,6 +41,8 @@ class Recorder:
         Names a setting of the model that is not what it was as the session began; None where all are.
     after_pass
         Called after each pass, with the columns the cache has then; None where nobody asks.
+    needs_positions
+        Whether the model counts every pass from 0 unless it is given positions: then it is given them here.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Recorder:
         rows: Sequence[Row],
         changed_setting: Callable[[], str | None],
         after_pass: Callable[[int], None] | None = None,
+        *,
+        needs_positions: bool = False,
     ) -> None:
         self._decoder = decoder
         self._past = past
@@ -60,6 +65,7 @@ class Recorder:
         self._unknown: str | None = None
         self._changed_setting = changed_setting
         self._after_pass = after_pass
+        self._needs_positions = needs_positions
         self._prompt = rows[0].pad + rows[0].length
         self._prompt_only = isinstance(past, StaticPastCache)
         self._restored = past.cached_tokens
@@ -88,9 +94,11 @@ class Recorder:
             hook.remove()
         self._hooks.clear()
 
-    def _before(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before(
+        self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._mine(arguments, options):
-            return
+            return None
         first = int(self._past.get_seq_length())
         self._cut_what_went()
         self._cut_prefix(first)
@@ -101,6 +109,9 @@ class Recorder:
                 f"a forward pass ran with another {changed} than the session began with", spoils_prefix=True
             )
         given = self._signature.bind(arguments, options)
+        use_cache = given.get("use_cache")
+        if use_cache is False or (use_cache is None and getattr(self._decoder.config, "use_cache", None) is False):
+            raise ValueError(WITHOUT_CACHE)
         if conditions := self._signature.conditions(given):
             self._keep_nothing(
                 f"a forward pass was given {', '.join(conditions)}, so it may have computed something else than what "
@@ -110,7 +121,7 @@ class Recorder:
         tokens = given.get("input_ids")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
             self._keep_nothing("a forward pass was given inputs_embeds, and embeddings tell no tokens")
-            return
+            return None
         self._check_batch(tokens.shape[0], first)
         if 0 < first < self._prompt <= tokens.shape[1] and self._begins_with_prompt(tokens):
             raise ValueError(
@@ -127,6 +138,10 @@ class Recorder:
         self._prefix_checked = True
         if self._unknown is None:
             self._running = running
+        if not self._needs_positions or given.get("position_ids") is not None:
+            return None
+        positions = torch.arange(first, end, device=tokens.device).expand(len(tokens), -1)
+        return arguments, options | {"position_ids": positions}
 
     def _after(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         if not self._mine(arguments, options):
@@ -181,6 +196,28 @@ class Recorder:
             )
         if batch != len(self._rows):
             self._keep_nothing(f"a forward pass had {batch} sequences and the session {len(self._rows)}")
+
+    def check_prompt(self, tokens: torch.Tensor) -> None:
+        """Raise ValueError where ``generate`` is given other tokens than the session's, or than its cache has.
+
+        Parameters
+        ----------
+        tokens
+            int64 ``[batch, tokens]``, of which a forward pass will see those behind the cache alone.
+        """
+        columns = int(self._past.get_seq_length())
+        # Before the prompt is computed, all of it has to be there; behind it, what the cache has and a token more.
+        held, _ = self.tokens(columns)
+        wanted = [row.tokens for row in self._rows] if columns < self._prompt else held
+        if tokens.shape[1] < max(self._prompt, columns + 1) or not all(
+            np.array_equal(given[row.pad : row.pad + len(expected)], expected)
+            for given, row, expected in zip(tokens.cpu().numpy(), self._rows, wanted, strict=False)
+        ):
+            raise ValueError(
+                f"generate was given {tokens.shape[1]} tokens that do not begin with the session's prompt of "
+                f"{self._prompt}, or with the {columns} that its cache has and one more; pass the input_ids of the "
+                "session, and begin another session for another prompt"
+            )
 
     def _begins_with_prompt(self, tokens: torch.Tensor) -> bool:
         prompts = tokens[:, : self._prompt].cpu().numpy()

@@ -18,8 +18,10 @@ from ...tree.results import Match
 from .checkpoints import Checkpoint, Checkpoints
 from .errors import UnsupportedError
 from .filling import FilledOnTouch
+from .generation import GenerateGuard, OpenSession
 from .layers import FullAttention, IndexedLayer, RecurrentStates, StaticFullLayer, WindowAttention
 from .matching import match_rows, release_rows
+from .model_layout import takes_positions
 from .past import PastCache, StaticPastCache
 from .precision import other_type
 from .recorder import Recorder
@@ -62,11 +64,19 @@ class Session:
 
     def __enter__(self) -> PastCache | StaticPastCache | None:
         """Match, start loading, and make the cache; None where it cannot be served and need not be."""
+        self._cache.user.enter()
         try:
             return self._begin()
         except UnsupportedError as error:
-            self._cache.refuse(error)
+            try:
+                self._cache.refuse(error)
+            except UnsupportedError:
+                self._cache.user.leave()
+                raise
             return None
+        except BaseException:
+            self._cache.user.leave()
+            raise
 
     def _begin(self) -> PastCache | StaticPastCache:
         if self._past is not None:
@@ -81,6 +91,11 @@ class Session:
                 f"{settings.training} is in training mode, where dropout changes what is cached; call model.eval()"
             )
         self._namespace = self._cache.namespace_with(settings, self._namespace)
+        if any(row.pad for row in self._rows) and not takes_positions(self._cache.decoder.forward):
+            raise UnsupportedError(
+                f"the batch is padded, and {type(self._cache.model).__name__} takes no position_ids, so that what it "
+                "computes may depend on the padding; pass prompts one by one, or several of one length"
+            )
         columns, hits = match_rows(tiers, self._rows, self._namespace)
         try:
             if columns != (columns := self._take_pages(columns)):
@@ -97,11 +112,13 @@ class Session:
                 self._rows,
                 self._changed_setting,
                 self._checkpoints.after_pass if tiers.states is not None else None,
+                needs_positions=self._cache.needs_positions,
             )
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
                 self._recorder.hand_over()
+            GenerateGuard.add(OpenSession(self._cache, past, self._recorder))
         except BaseException:
             self._end(keep=False)
             raise
@@ -260,13 +277,18 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Keep the new complete pages, unless the block was left with an error."""
-        self._end(keep=kind is None)
+        self._cache.user.check()
+        try:
+            self._end(keep=kind is None)
+        finally:
+            self._cache.user.leave()
 
     def _end(self, *, keep: bool) -> None:
         tree = self._tiers.tree
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.remove()
+        GenerateGuard.remove(self._cache.model, self._past)
         try:
             if keep and recorder is not None and self._past is not None:
                 with torch.no_grad():
