@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -147,7 +148,7 @@ class TestRewinds:
 
     @either
     def test_candidates_of_prompt_lookup_are_kept_only_where_they_were_accepted(
-        self, cache: HiCache, static: bool
+        self, cache: HiCache, static: bool, harmless_hooks: None
     ) -> None:
         for _ in range(5):
             prompt = fam.random_tokens(12).repeat(1, 4)[:, :41]
@@ -165,7 +166,9 @@ class TestRewinds:
             accepted = int((first[0] == output[:, :49]).cumprod(1).sum())
             assert served(cache, first[0]) == (40 if static else accepted // fam.PAGE * fam.PAGE)
 
-    def test_what_a_pass_that_failed_may_have_overwritten_is_not_kept(self, cache: HiCache) -> None:
+    def test_what_a_pass_that_failed_may_have_overwritten_is_not_kept(
+        self, cache: HiCache, harmless_hooks: None
+    ) -> None:
         prompt, other = fam.random_tokens(40), fam.random_tokens(16)
 
         def fail(*_: Any) -> None:
@@ -280,6 +283,7 @@ def test_a_step_waits_for_nothing_on_the_device(cache: HiCache, monkeypatch: pyt
     for name in ("_before", "_after"):
         inner = getattr(Recorder, name)
 
+        @functools.wraps(inner)
         def watched(self: Recorder, *arguments: Any, inner: Any = inner) -> None:
             with reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, "cpu", copied)

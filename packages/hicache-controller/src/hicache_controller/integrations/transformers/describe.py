@@ -129,6 +129,8 @@ class Description:
         for name, module in modules.items():
             self._module(name, module)
             self.weights += (module._parameters.values(), module._buffers.values())
+            if module.training and self.training is None:
+                self.training = name or type(module).__name__
         for kind in dict.fromkeys(base for module in self.modules for base in type(module).__mro__):
             if kind not in (object, torch.nn.Module):
                 self._class(kind)
@@ -156,14 +158,12 @@ class Description:
         for hooks in _HOOKS:
             self._hooks(prefix + hooks, fields[hooks], fields[f"{hooks}_with_kwargs"], module is self._decoder)
         for field in own:
-            self._name, value = prefix + field, fields[field]
+            self._name, value = (path := prefix + field), fields[field]
             if field == _UNORDERED and isinstance(value, (list, tuple)):
                 value = frozenset(value)
             if isinstance(value, types.MethodType) and value == _method(module, field):
                 continue  # as after a replaced method was put back
-            self.texts[self._name] = self._code(value) if field == "forward" else self._text(value)
-        if module.training and self.training is None:
-            self.training = name or type(module).__name__
+            self.texts[path] = self._code(value) if field == "forward" else self._text(value)
 
     def _hooks(self, name: str, hooks: Mapping[int, Any], with_kwargs: Mapping[int, Any], ours: bool = False) -> None:
         if hooks or ours:
@@ -183,14 +183,14 @@ class Description:
         """Describe what a class has that its own code does not say: methods put into it, and plain attributes."""
         self.readers[_values].append(kind)
         for field, value in vars(kind).items():
-            self._name = f"{_path(kind)}.{field}"
+            self._name = path = f"{_path(kind)}.{field}"
             if field.startswith("__") or field.endswith(_REMEMBERED) or field in _IRRELEVANT:
                 continue
             if isinstance(value, types.FunctionType):
                 if (value.__module__, value.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{field}"):
-                    self.texts[self._name] = self._text(value)
+                    self.texts[path] = self._text(value)
             elif type(value) in _PLAIN or isinstance(value, (list, tuple, dict, set, torch.Tensor)):
-                self.texts[self._name] = self._text(value)
+                self.texts[path] = self._text(value)
 
     # Values
 
@@ -251,13 +251,13 @@ class Description:
     def _submodule(self, module: torch.nn.Module) -> str:
         """Name a module of the model; describe one that is only held by an attribute, with its weights."""
         if id(module) not in self._names:
-            name = self._names[id(module)] = self._name
+            name = self._names[id(module)] = f"{self._name}/{len(self._names)}"
             self._module(name, module)
             for part in (module._parameters, module._buffers, module._modules):
                 self._view(part)
                 for field, value in part.items():
-                    self._name = f"{name}.{field}"
-                    self.texts[self._name] = self._text(value)
+                    self._name = path = f"{name}.{field}"
+                    self.texts[path] = self._text(value)
         return f"module {self._names[id(module)]!r}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
