@@ -35,3 +35,11 @@ def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
     if request.param not in models:
         models[request.param] = make_model(request.param, seed=1)
     return models[request.param]
+
+
+@pytest.fixture
+def harmless_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let hooks that only watch be no setting of a model, which those of a test would be."""
+    from hicache_controller.integrations.transformers import describe
+
+    monkeypatch.setattr(describe, "_is_harmless", lambda _: True)

@@ -362,7 +362,9 @@ def test_a_static_cache_keeps_the_prompt_and_gives_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "falcon_h1", "deepseek_v32"], indirect=True)
-def test_each_layer_is_waited_for_and_no_later_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_waited_for_and_no_later_one(
+    model: Any, harmless_hooks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = fam.random_tokens(37)
     ran = [threading.Event() for _ in range(3)]
     hooks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -157,7 +158,9 @@ class TestRewinds:
         assert served(cache, tokens) == (48 if accepted == 8 else 40)
         assert served(cache, torch.cat([tokens[:, : 40 + accepted], other], 1)) == (40 + accepted + 8) // 8 * 8
 
-    def test_what_a_pass_that_failed_may_have_overwritten_is_not_kept(self, cache: HiCache) -> None:
+    def test_what_a_pass_that_failed_may_have_overwritten_is_not_kept(
+        self, cache: HiCache, harmless_hooks: None
+    ) -> None:
         prompt, other = fam.random_tokens(40), fam.random_tokens(16)
 
         def fail(*_: Any) -> None:
@@ -272,6 +275,7 @@ def test_a_step_waits_for_nothing_on_the_device(cache: HiCache, monkeypatch: pyt
     for name in ("_before", "_after"):
         inner = getattr(Recorder, name)
 
+        @functools.wraps(inner)
         def watched(self: Recorder, *arguments: Any, inner: Any = inner) -> None:
             with reads, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, "cpu", copied)

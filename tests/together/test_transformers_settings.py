@@ -196,6 +196,15 @@ def in_place(attention: Any) -> None:
     attention.plain.mul_(2)
 
 
+def outside(attention: Any) -> None:
+    attention.modules_in_a_list[0].eps = 0.5
+
+
+def outside_weight(attention: Any) -> None:
+    with torch.no_grad():
+        attention.modules_in_a_list[0].weight[1] += 1
+
+
 def element(attention: Any) -> None:
     attention.array[1] = 7
 
@@ -226,7 +235,7 @@ ATTRIBUTES = [
     attribute("added", None),
     attribute("plain", torch.ones(3)),
     attribute("flag", 1),
-    *(nested, in_place, element, slot, moved, removed),
+    *(nested, in_place, element, slot, moved, removed, outside, outside_weight),
 ]
 
 
@@ -235,6 +244,7 @@ def with_attributes() -> Any:
     attention = model.model.layers[1].self_attn
     attention.extra = ({"deep": [1, {"scale": 1.0}]}, frozenset("xy"))
     attention.plain, attention.array, attention.slotted = torch.arange(3.0), np.arange(3), Slotted(1)
+    attention.modules_in_a_list = [torch.nn.LayerNorm(3), torch.nn.LayerNorm(3)]
     attention.tag, attention.flag, attention.first, attention.second = "sdpa", True, [1], [2, 3]
     return model
 
@@ -275,6 +285,7 @@ class TestAttributes:
             attention.scaling = float(str(attention.scaling))
             attention.extra = ({"deep": [1, {"scale": float("1")}]}, frozenset("yx"))
             attention.plain, attention.array, attention.slotted = torch.arange(3.0), np.arange(3), Slotted(1)
+            attention.modules_in_a_list = [torch.nn.LayerNorm(3), torch.nn.LayerNorm(3)]
             assert hit(cache, prompt) == CACHED
 
     def test_what_generates_and_what_is_shown_is_no_change(self) -> None:

@@ -145,7 +145,7 @@ def test_an_encoder_that_takes_a_cache_is_named_one() -> None:
                 fam.open_cache(model)
 
 
-def test_a_model_that_counts_positions_from_each_pass_is_given_them() -> None:
+def test_a_model_that_counts_positions_from_each_pass_is_given_them(harmless_hooks: None) -> None:
     model = fam.make_model("llama", seed=1)
 
     def count_from_zero(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from operator import itemgetter
 from pathlib import PurePath
@@ -36,8 +36,12 @@ _PARTS = ("_parameters", "_buffers", "_modules", *_HOOKS)
 _IDLE = frozenset(vars(torch.nn.Module())) - {"training", *_PARTS}
 """What every module has and no forward pass depends on, such as hooks on gradients and on state dicts."""
 
+_GENERATE = "generate"
+"""Calls forward and is not called by it; open sessions put a guard in its place."""
+
 _IRRELEVANT = frozenset(
     (
+        _GENERATE,
         *("_compiled_call", "_is_hf_initialized", "_last_compile_config", "_output_capturing_hooks_installed"),
         *("base_model_name_or_path", "generation_config", "hf_device_map", "model_tags", "name_or_path"),
         "warnings_issued",
@@ -71,6 +75,16 @@ _OWN = __name__.partition(".")[0] + "."
 _LONGEST_TEXT = 64
 
 Reader = Callable[[Any], Sequence[Any]]
+
+
+class _FieldsOfModel:
+    """Attributes of the model itself, of which ``generate`` comes and goes with sessions."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __len__(self) -> int:
+        return len(self._fields) - (_GENERATE in self._fields)
 
 
 class Description:
@@ -114,7 +128,7 @@ class Description:
         self.views: list[Iterable[Any]] = []
         self.empty: list[Collection[Any]] = []
         self.modules: list[torch.nn.Module] = []
-        self.sized: list[Collection[Any]] = []
+        self.sized: list[Sized] = []
         self.weights: list[Iterable[torch.Tensor | None]] = []
         self.tensors: list[torch.Tensor] = []
         self.training: str | None = None
@@ -129,6 +143,8 @@ class Description:
         for name, module in modules.items():
             self._module(name, module)
             self.weights += (module._parameters.values(), module._buffers.values())
+            if module.training and self.training is None:
+                self.training = name or type(module).__name__
         for kind in dict.fromkeys(base for module in self.modules for base in type(module).__mro__):
             if kind not in (object, torch.nn.Module):
                 self._class(kind)
@@ -143,27 +159,25 @@ class Description:
         """Describe the attributes of a module; its weights are hashed elsewhere."""
         fields = vars(module)
         if (layout := tuple(fields)) not in self._layouts:
-            read = [field for field in fields if field not in _IDLE]
+            read = [field for field in fields if field not in _IDLE and field != _GENERATE]
             own = [field for field in read if field not in _PARTS and field not in _IRRELEVANT]
             self._layouts[layout] = itemgetter(*read), own
         getter, own = self._layouts[layout]
         self.readers[getter].append(fields)
         self.modules.append(module)
-        self.sized.append(fields)
+        self.sized.append(fields if name else _FieldsOfModel(fields))
         prefix = f"{name}." if name else ""
         self.texts[f"{prefix}__class__"] = _path(type(module))
         self._view(module._modules)
         for hooks in _HOOKS:
             self._hooks(prefix + hooks, fields[hooks], fields[f"{hooks}_with_kwargs"], module is self._decoder)
         for field in own:
-            self._name, value = prefix + field, fields[field]
+            self._name, value = (path := prefix + field), fields[field]
             if field == _UNORDERED and isinstance(value, (list, tuple)):
                 value = frozenset(value)
             if isinstance(value, types.MethodType) and value == _method(module, field):
                 continue  # as after a replaced method was put back
-            self.texts[self._name] = self._code(value) if field == "forward" else self._text(value)
-        if module.training and self.training is None:
-            self.training = name or type(module).__name__
+            self.texts[path] = self._code(value) if field == "forward" else self._text(value)
 
     def _hooks(self, name: str, hooks: Mapping[int, Any], with_kwargs: Mapping[int, Any], ours: bool = False) -> None:
         if hooks or ours:
@@ -183,14 +197,14 @@ class Description:
         """Describe what a class has that its own code does not say: methods put into it, and plain attributes."""
         self.readers[_values].append(kind)
         for field, value in vars(kind).items():
-            self._name = f"{_path(kind)}.{field}"
+            self._name = path = f"{_path(kind)}.{field}"
             if field.startswith("__") or field.endswith(_REMEMBERED) or field in _IRRELEVANT:
                 continue
             if isinstance(value, types.FunctionType):
                 if (value.__module__, value.__qualname__) != (kind.__module__, f"{kind.__qualname__}.{field}"):
-                    self.texts[self._name] = self._text(value)
+                    self.texts[path] = self._text(value)
             elif type(value) in _PLAIN or isinstance(value, (list, tuple, dict, set, torch.Tensor)):
-                self.texts[self._name] = self._text(value)
+                self.texts[path] = self._text(value)
 
     # Values
 
@@ -251,13 +265,13 @@ class Description:
     def _submodule(self, module: torch.nn.Module) -> str:
         """Name a module of the model; describe one that is only held by an attribute, with its weights."""
         if id(module) not in self._names:
-            name = self._names[id(module)] = self._name
+            name = self._names[id(module)] = f"{self._name}/{len(self._names)}"
             self._module(name, module)
             for part in (module._parameters, module._buffers, module._modules):
                 self._view(part)
                 for field, value in part.items():
-                    self._name = f"{name}.{field}"
-                    self.texts[self._name] = self._text(value)
+                    self._name = path = f"{name}.{field}"
+                    self.texts[path] = self._text(value)
         return f"module {self._names[id(module)]!r}"
 
     def _tensor(self, tensor: torch.Tensor) -> str:
