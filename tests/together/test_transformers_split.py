@@ -15,10 +15,14 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     JambaConfig,
     JambaForCausalLM,
     MoshiConfig,
     MoshiForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 from hicache_controller.integrations.transformers import UnsupportedError, split_proof
@@ -145,15 +149,21 @@ def test_an_encoder_that_takes_a_cache_is_named_one() -> None:
                 fam.open_cache(model)
 
 
-def test_a_model_that_counts_positions_from_each_pass_is_given_them(harmless_hooks: None) -> None:
-    model = fam.make_model("llama", seed=1)
+def count_each_pass(first: int) -> Any:
+    """Make a hook with which a decoder counts the positions of every pass from ``first`` unless it is given them."""
 
-    def count_from_zero(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def count(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("position_ids") is None:
-            positions = torch.arange(options["input_ids"].shape[1])[None]
-            return arguments, options | {"position_ids": positions}
+            tokens = arguments[0] if arguments else options["input_ids"]
+            return arguments, options | {"position_ids": first + torch.arange(tokens.shape[1])[None]}
         return None
 
+    return count
+
+
+def test_a_model_that_counts_positions_from_each_pass_is_given_them(harmless_hooks: None) -> None:
+    model = fam.make_model("llama", seed=1)
+    count_from_zero = count_each_pass(0)
     prompt = fam.random_tokens(45)
     one = fam.forward(model, prompt, DynamicCache(config=model.config))
     hook = model.get_decoder().register_forward_pre_hook(count_from_zero, with_kwargs=True)
@@ -168,6 +178,22 @@ def test_a_model_that_counts_positions_from_each_pass_is_given_them(harmless_hoo
                 fam.forward(model, prompt[:, begin:43], past)
                 torch.testing.assert_close(fam.forward(model, prompt[:, 43:], past), one[:, 43:])
                 hook.remove()
+
+
+def test_positions_that_a_model_would_not_count_by_itself_are_not_given_to_it() -> None:
+    # Learned ones, as those of rotations are relative.
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=fam.VOCABULARY, n_embd=32, n_layer=2, n_head=4)).eval()
+    hook = model.get_decoder().register_forward_pre_hook(count_each_pass(2), with_kwargs=True)
+    assert verdict(model).reason is not None
+    hook.remove()
+
+
+def test_a_model_that_counts_positions_behind_its_padding_token_is_served() -> None:
+    options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with torch.random.fork_rng():
+        config = RobertaConfig(vocab_size=12, is_decoder=True, pad_token_id=1, **options)
+        model = RobertaForCausalLM(config).eval()
+    assert verdict(model) == Verdict()
 
 
 def test_a_configuration_is_proved_once_for_each_type() -> None:

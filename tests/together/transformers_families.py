@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 from hicache_controller.integrations.transformers import HiCache
@@ -166,6 +168,8 @@ def make_model(
     family: str, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Any:
     """Build a model with random weights."""
+    if family == "deepseek_v32" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+        pytest.skip(f"transformers {transformers.__version__} computes its prompts in two passes in another way")
     module, configuration, kind, options = FAMILIES[family]
     home = importlib.import_module(f"transformers.models.{module}")
     with torch.random.fork_rng():

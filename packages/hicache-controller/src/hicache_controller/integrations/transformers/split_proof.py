@@ -130,7 +130,7 @@ def _prove(model: Any, layout: ModelLayout, page_size: int) -> Verdict:
             for positions in (False, True) if takes_positions(decoder_of(model).forward) else (False,):
 
                 def differs(positions: bool = positions) -> str | None:
-                    tokens = torch.randint(_vocabulary(model), (2, chains[0][-1]), generator=generator).to(device)
+                    tokens = _random_tokens(model, (2, chains[0][-1]), generator).to(device)
                     try:
                         return _difference(model, layout, tokens, chains, positions)
                     except torch.OutOfMemoryError:
@@ -165,13 +165,14 @@ def _difference(
     the cuts, or at the first token behind most cuts, in the first layer where anything differs.
     """
     whole, half = chains[0][-1:], chains[0][0]
-    one = _run(model, tokens[:1], whole, DynamicCache(config=model.config), positions)
+    # As without sessions: positions are those that the model counts by itself.
+    one = _run(model, tokens[:1], whole, DynamicCache(config=model.config))
     rounding = _rounding(layout)
     with _rounded_embeddings(model, rounding):
-        noisy = _run(model, tokens, whole, DynamicCache(config=model.config), positions)
+        noisy = _run(model, tokens, whole, DynamicCache(config=model.config))
     several = [_run(model, tokens[:1], ends, _new_cache(layout, model.config), positions) for ends in chains]
     other_end = torch.cat((tokens[:1, :half], tokens[1:, half:]), 1)
-    ahead = _run(model, other_end, whole, DynamicCache(config=model.config), positions)
+    ahead = _run(model, other_end, whole, DynamicCache(config=model.config))
     noise = rounding
     for number, (name, values) in enumerate(one):
         if not bool(values.isfinite().all()):
@@ -192,7 +193,7 @@ def _difference(
     return None
 
 
-def _run(model: Any, tokens: torch.Tensor, ends: Sequence[int], cache: Any, positions: bool) -> list[Rows]:
+def _run(model: Any, tokens: torch.Tensor, ends: Sequence[int], cache: Any, positions: bool = False) -> list[Rows]:
     """Run tokens in passes; returns what these left of the first prompt, layer by layer."""
     decoder = decoder_of(model)
     hidden: list[torch.Tensor] = []
@@ -267,7 +268,10 @@ def _numbers(config: Any, names: Sequence[str]) -> list[int]:
     return [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
 
 
-def _vocabulary(model: Any) -> int:
-    """Count the tokens that are both in the configuration and in the embeddings."""
-    sizes = _numbers(model.config.get_text_config(decoder=True), ("vocab_size",))
-    return min([*sizes, *_numbers(model.get_input_embeddings(), ("num_embeddings",))])
+def _random_tokens(model: Any, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Draw tokens that the model has embeddings of, other than padding, from which some models count positions."""
+    config = model.config.get_text_config(decoder=True)
+    count = min(_numbers(config, ("vocab_size",)) + _numbers(model.get_input_embeddings(), ("num_embeddings",)))
+    tokens = torch.randint(count - 1, shape, generator=generator)
+    padding = getattr(config, "pad_token_id", None)
+    return tokens + (tokens >= (count if padding is None else padding)).long()
