@@ -13,9 +13,7 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from tests.together import transformers_families as fam  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
-
-from hicache_controller.integrations.transformers import HiCache  # noqa: E402
+from tests.together.transformers_served import hit  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -61,16 +59,6 @@ def adapted(kind: str, *names: str) -> Any:
                     weight.add_(torch.randn(weight.shape) * 0.3)
     model.set_adapter(names[0])
     return model.eval()
-
-
-def hit(cache: HiCache, prompt: torch.Tensor, **options: Any) -> int:
-    """Run a prompt through a session; returns what it began with. The logits are those without a session."""
-    with cache.session(prompt) as past:
-        found = past.cached_tokens
-        logits = fam.forward(cache.model, prompt[:, found:], past, **options)
-    expected = fam.forward(cache.model, prompt, DynamicCache(config=cache.model.config), **options)
-    torch.testing.assert_close(logits, expected[:, -logits.shape[1] :], rtol=1e-4, atol=1e-4)
-    return found
 
 
 @pytest.mark.parametrize("kind", CONFIGURATIONS)
