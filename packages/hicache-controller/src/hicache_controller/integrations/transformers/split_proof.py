@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -126,6 +127,8 @@ def _prove(model: Any, layout: ModelLayout, page_size: int) -> Verdict:
             torch.autocast(device.type, enabled=False),
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
+            # cuDNN plans each shape anew, which would take most of the time; it is not what is looked at here.
+            sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
         ):
             for positions in (False, True) if takes_positions(decoder_of(model).forward) else (False,):
 
