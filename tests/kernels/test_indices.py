@@ -132,7 +132,6 @@ def test_threads_share_one_transfer_without_mixing_indices(pools, compiled, poli
 def test_a_capture_never_gets_the_uploads_of_an_earlier_call(monkeypatch):
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(checks, "check_tensor", lambda name, tensor, kind: None)  # no list on meta is taken otherwise
     reader = IndexReader(page_size=1, host_slots=8, device_slots=8, device=torch.device("cpu"), scan=None, upload=None)
     stream, host, device = object(), torch.tensor([1, 2]), torch.tensor([3, 4])
     assert reader.read(host, device, stream, keep=True) is reader.read(host, device, stream, keep=True)
@@ -203,6 +202,7 @@ def test_one_long_operation_makes_no_upload_for_every_short_one_behind_it(upload
 
 
 def on_device(reader, monkeypatch, stream, *, capturing):
+    monkeypatch.setattr(checks, "check_tensor", lambda name, tensor, kind: None)  # no list on meta is taken otherwise
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     return lambda *lists: reader.read(*lists, stream, keep=True)
 
