@@ -32,7 +32,7 @@ def cache() -> Iterator[HiCache]:
 
 
 @pytest.fixture
-def computed(cache: HiCache) -> Iterator[list[int]]:
+def computed(cache: HiCache, harmless_hooks: None) -> Iterator[list[int]]:
     """Tokens of each pass of the cache's model, of those that were not stopped before."""
     passes: list[int] = []
     hook = cache.model.lm_head.register_forward_hook(lambda *_: passes.append(1))
