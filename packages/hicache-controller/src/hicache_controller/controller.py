@@ -186,7 +186,7 @@ class HiCacheController(TransferController):
     ) -> None:
         """Queue host pages for storage, behind the write-back that fills them.
 
-        A backup that finds the queue full fails, and its pages are counted as skipped. ``poll_backups`` tells.
+        A backup that finds the queue full fails, and its pages are counted as skipped. ``poll_backups`` reports it.
 
         Parameters
         ----------

@@ -229,7 +229,7 @@ class HybridCacheController(HiCacheController):
         return transfers
 
     def _check_given(self, transfers: Sequence[PoolTransfer], *, load: bool) -> None:
-        """Raise ValueError where a transfer comes with slots that its pool does not have, or that nobody owns."""
+        """Raise ValueError where a transfer comes with slots that its pool does not have or has not allocated."""
         for transfer in transfers:
             host, device = transfer.host_indices, transfer.device_indices
             entry = self.host_group.get_entry(transfer.name)

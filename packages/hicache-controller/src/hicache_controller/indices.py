@@ -50,7 +50,7 @@ def check_range(name: str, indices: torch.Tensor, slots: int | None) -> None:
 
 
 def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> None:
-    """Raise ValueError unless these are device slots of a pool, each once, as far as can be told without waiting.
+    """Raise ValueError unless these are device slots of a pool, each once, as far as is known without waiting.
 
     The slots of a page may lie anywhere on the device, except that those of one row are neighbours.
     """

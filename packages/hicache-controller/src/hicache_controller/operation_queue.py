@@ -221,7 +221,7 @@ class OperationQueue:
                         yield part
 
     def failed(self) -> Iterator[tuple[CacheOperation, BaseException]]:
-        """Yield operations that have failed, and of which no poll has told yet, with their errors."""
+        """Yield operations that have failed, and that no poll has reported yet, with their errors."""
         for started in self.started:
             yield from started.failures()
 
