@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import importlib.util
 import os
 import secrets
@@ -319,8 +320,13 @@ def interrupted_at() -> Iterator[Callable[[Callable[[], object], int], bool]]:
         return False
 
     before = signal.getsignal(signal.SIGINT)
-    yield call
-    signal.signal(signal.SIGINT, before)  # an interrupt may have kept the handler of a block in its place
+    gc.collect()
+    gc.disable()  # a finalizer of another test's objects would swallow the interrupt
+    try:
+        yield call
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGINT, before)  # an interrupt may have kept the handler of a block in its place
 
 
 class Master:
