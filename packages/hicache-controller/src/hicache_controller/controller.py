@@ -14,9 +14,12 @@ from .in_flight import Access, Place, Side, Use, page_granules
 from .indices import own_indices
 from .metrics import Metrics
 from .operations import StorageAck
-from .storage_link import StorageLink, StorageSettings
-from .storage_tasks import PrefetchOperation, StoragePart
-from .storage_worker import ANCHOR, StorageBackend
+from .storage.base import ANCHOR
+from .storage.generic import StorageBackend
+from .storage_calls import StoragePart
+from .storage_link import StorageLink
+from .storage_settings import StorageSettings
+from .storage_tasks import PrefetchOperation
 from .transfer_controller import TransferController
 from .transfer_handle import Guards
 from .wait_bound import WaitBound, checked_timeout
@@ -322,7 +325,7 @@ class HiCacheController(TransferController):
         pool_transfers: Sequence[PoolTransfer],
     ) -> None:
         self._check_open()
-        self.storage._need_backend()
+        self.storage.need_backend()
         if parents is not None and len(parents) != len(keys):
             raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
         with self._lock:
@@ -338,7 +341,7 @@ class HiCacheController(TransferController):
         pool_transfers: Sequence[PoolTransfer],
     ) -> PrefetchOperation:
         self._check_open()
-        self.storage._need_backend()
+        self.storage.need_backend()
         if host_indices is None:
             return self.storage.prefetch((), request_id, ())
         with self._lock:

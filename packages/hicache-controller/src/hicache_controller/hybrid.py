@@ -18,7 +18,8 @@ from .in_flight import Access, Place, Side, Use, page_granules
 from .indices import check_device_indices, check_range, device_slot_count, own_indices
 from .layer_map import LayerPlan, layer_plan
 from .operations import CacheOperation
-from .storage_tasks import PrefetchOperation, StoragePart
+from .storage_calls import StoragePart
+from .storage_tasks import PrefetchOperation
 from .transfer_handle import L2Transfer
 
 

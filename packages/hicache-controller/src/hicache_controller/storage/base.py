@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 RemovalListener = Callable[[Sequence[bytes], str], None]
 """Takes keys, each at most once, and the name of the pool whose parts of their pages a storage no longer has."""
 
+ANCHOR = "kv"
+"""Name of the anchor's pool in a storage, whatever its entry is called."""
+
 MAX_KEY_BYTES = 64
 """Longest key. A page hash has 16 bytes; block hashes of engines have 32, and more with the number of a group."""
 
