@@ -104,7 +104,6 @@ class L2TransferEngine:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
         return self._lanes[Direction.DEVICE_TO_HOST].device.submission_event()
 
-    @interrupts_held_back()  # what is on its way stays in the books
     def submit_device_to_host(
         self,
         transfers: Sequence[L2Transfer],
@@ -128,23 +127,23 @@ class L2TransferEngine:
         TransferHandle
             Its ``device_released`` and ``host_ready``, its error.
         """
-        after = self._ready(ready_events) if self.guards.write_follows_compute else []
-        if self.synchronous:
-            return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts), (), after)
-        uses: list[Use] = []
-        others: list[tuple[Use, tuple[Access, ...]]] = []
-        for transfer in transfers:
-            device = transfer.use(Side.DEVICE, Access.READ)
-            host = transfer.use(Side.HOST, Access.WRITE)
-            uses += [device, host]
-            others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
-            if self.guards.refill_follows_read:
-                others.append((host, (Access.READ,)))
-        before = self.predecessors(others)
-        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts, before.sources)
-        return self._submit(handle, uses, [*after, *before.events])
+        with interrupts_held_back():  # what moves is known to be in flight
+            after = self._ready(ready_events) if self.guards.write_follows_compute else []
+            if self.synchronous:
+                return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts), (), after)
+            uses: list[Use] = []
+            others: list[tuple[Use, tuple[Access, ...]]] = []
+            for transfer in transfers:
+                device = transfer.use(Side.DEVICE, Access.READ)
+                host = transfer.use(Side.HOST, Access.WRITE)
+                uses += [device, host]
+                others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
+                if self.guards.refill_follows_read:
+                    others.append((host, (Access.READ,)))
+            before = self.predecessors(others)
+            handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts, before.sources)
+            return self._submit(handle, uses, [*after, *before.events])
 
-    @interrupts_held_back()  # what is on its way stays in the books
     def submit_host_to_device(
         self,
         transfers: Sequence[L2Transfer],
@@ -164,24 +163,25 @@ class L2TransferEngine:
         ready_events
             Events after which the rows may be overwritten; on CUDA the caller's current stream counts as well.
         """
-        after: list[Event] = []
-        if self.guards.load_follows_compute:
-            submitted = self.submission_event()
-            after = [*ready_events, *([submitted] if submitted is not None else [])]
-        if self.synchronous:
-            return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts), (), after)
-        uses: list[Use] = []
-        others: list[tuple[Use, tuple[Access, ...]]] = []
-        for transfer in transfers:
-            device = transfer.use(Side.DEVICE, Access.WRITE)
-            host = transfer.use(Side.HOST, Access.READ)
-            uses += [device, host]
-            others.append((device, (Access.READ, Access.WRITE)))
-            if self.guards.read_follows_write:
-                others.append((host, (Access.WRITE,)))
-        before = self.predecessors(others)
-        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts, before.sources)
-        return self._submit(handle, uses, [*after, *before.events])
+        with interrupts_held_back():  # what moves is known to be in flight
+            after: list[Event] = []
+            if self.guards.load_follows_compute:
+                submitted = self.submission_event()
+                after = [*ready_events, *([submitted] if submitted is not None else [])]
+            if self.synchronous:
+                return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts), (), after)
+            uses: list[Use] = []
+            others: list[tuple[Use, tuple[Access, ...]]] = []
+            for transfer in transfers:
+                device = transfer.use(Side.DEVICE, Access.WRITE)
+                host = transfer.use(Side.HOST, Access.READ)
+                uses += [device, host]
+                others.append((device, (Access.READ, Access.WRITE)))
+                if self.guards.read_follows_write:
+                    others.append((host, (Access.WRITE,)))
+            before = self.predecessors(others)
+            handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts, before.sources)
+            return self._submit(handle, uses, [*after, *before.events])
 
     def predecessors(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> Predecessors:
         """Find what is in flight now and uses the pages in those ways."""
