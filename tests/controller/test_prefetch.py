@@ -441,11 +441,11 @@ def test_detach_finishes_backups_and_cancels_prefetches_in_flight(make_stack, in
     stack.storage.set_gate.wait_entered()
     cancel, cancelled = running.cancel, threading.Event()
 
-    def tell():
+    def note():
         cancel()
         cancelled.set()
 
-    monkeypatch.setattr(running, "cancel", tell)
+    monkeypatch.setattr(running, "cancel", note)
     detach = in_thread(stack.controller.detach_storage_backend)
     assert cancelled.wait(30)
     stack.storage.get_gate.open()
