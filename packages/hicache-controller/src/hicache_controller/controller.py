@@ -26,9 +26,10 @@ from .operation_queue import OperationQueue
 from .operations import Ack, CacheOperation, StorageAck
 from .pool_transfers import SidecarPoolSpec, StorageParts, prepare_transfers, storage_parts, with_sidecars
 from .slots import Slots
-from .storage_link import StorageLink, StorageSettings
+from .storage.generic import StorageBackend
+from .storage_link import StorageLink
+from .storage_settings import StorageSettings
 from .storage_tasks import PrefetchOperation
-from .storage_worker import StorageBackend
 from .transfer_engine import L2TransferEngine
 from .transfer_handle import Guards
 from .wait_bound import WaitBound, checked_timeout
@@ -593,8 +594,7 @@ class HiCacheController:
     ) -> StorageParts:
         """Check what moves between host and storage, and start the writes that fill it."""
         self._check_open()
-        if not self.storage.attached:
-            raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
+        self.storage.need_backend()
         if host_indices is None:
             return StorageParts([], [])
         transfers = self._with_sidecars(pool_transfers)

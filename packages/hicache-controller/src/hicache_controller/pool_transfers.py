@@ -16,8 +16,8 @@ from .in_flight import Access, PageUse, PoolSide, pages_of
 from .indices import check_device_indices, check_range, device_slot_count, own_indices
 from .operations import CacheOperation
 from .slots import Slots
-from .storage_tasks import StoragePart
-from .storage_worker import ANCHOR
+from .storage.base import ANCHOR
+from .storage_calls import StoragePart
 from .transfer_handle import words
 
 
