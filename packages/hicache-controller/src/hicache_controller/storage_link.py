@@ -18,8 +18,8 @@ from .agreement import Agreement
 from .devices import CpuDevice
 from .events import Event
 from .failure_log import LogLimit
-from .in_flight import Access, Use
-from .interrupts import interruptibly, interrupts_held_back
+from .in_flight import Access, PageUse
+from .interrupts import interruptibly
 from .operations import OperationCancelledError, StorageAck
 from .policies import PrefetchPolicy
 from .storage.base import ANCHOR, HiCacheStorage, RemovalListener
@@ -296,13 +296,13 @@ class StorageLink:
     # Backup
 
     def backup(
-        self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[Use], error: Exception | None = None
+        self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[PageUse], error: Exception | None = None
     ) -> None:
         """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
         attached = self.need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
         before = self._engine.predecessors([(use, accesses) for use in uses])
-        operation = BackupOperation(parts, node_id, attached.calls, sources=before.sources, uses=uses)
+        operation = BackupOperation(parts, node_id, attached.calls, writers=before.writers, uses=uses)
         self._backups.append(operation)
         try:
             if error is not None:
@@ -373,7 +373,7 @@ class StorageLink:
 
     # Prefetch
 
-    def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[Use]) -> PrefetchOperation:
+    def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[PageUse]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self.need_backend()
         operation = PrefetchOperation(parts, request_id, attached.calls, agreement=self._agreement, uses=uses)
@@ -428,15 +428,15 @@ class StorageLink:
             _withdraw(attached.prefetches, operation)
 
     def _submit(self, worker: Worker, operation: StorageTask, after: Sequence[Event], timeout: float) -> bool:
+        """Give an operation to a worker; its slots are in flight exactly while that has it."""
         accepted = False
-        with interrupts_held_back():  # its slots are in flight exactly while the worker has it
-            if not self._synchronous:
-                operation.put_in_flight(self._engine.in_flight)
-            try:
-                accepted = worker.submit(operation, after, timeout=timeout)
-            finally:
-                if not accepted:
-                    self._engine.in_flight.remove(operation)
+        if not self._synchronous:
+            operation.put_in_flight(self._engine.in_flight)
+        try:
+            accepted = worker.submit(operation, after, timeout=timeout)
+        finally:
+            if not accepted:
+                self._engine.in_flight.remove(operation)
         return accepted
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from .agreement import Agreement
 from .events import HostSignal
-from .in_flight import InFlight, Use
+from .in_flight import InFlight, PageUse
 from .operations import StorageAck
 from .storage_calls import StorageCalls, StoragePart
-from .transfer_handle import InFlightOperation, Source
+from .transfer_handle import InFlightOperation, Writer
 from .wait_bound import checked_timeout
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class StorageTask(InFlightOperation):
     host_ready: HostSignal
 
     def __init__(
-        self, parts: Sequence[StoragePart], *, sources: Sequence[Source] = (), uses: Sequence[Use] = ()
+        self, parts: Sequence[StoragePart], *, writers: Sequence[Writer] = (), uses: Sequence[PageUse] = ()
     ) -> None:
-        super().__init__(sources)
+        super().__init__(writers)
         self.parts = tuple(parts)
         self.whole_parts = tuple(part for part in self.parts if not part.trailing)
         self.trailing_parts = tuple(part for part in self.parts if part.trailing)
@@ -64,7 +64,7 @@ class StorageTask(InFlightOperation):
     def run(self) -> None:
         """Do the work; what it raises becomes its error."""
         try:
-            self.check_sources()
+            self.check_writers()
             self._move()
         except BaseException as error:
             self.error = error
@@ -102,14 +102,14 @@ class StorageTask(InFlightOperation):
         self._running = pages
         return not self.cancelled
 
-    def _uses_of_call(self) -> list[Use]:
+    def _uses_of_call(self) -> list[PageUse]:
         pages = self._running
         if pages is None:
             return []
         if pages == slice(None):
             return list(self.uses)
         return [
-            use if use.granules is None else use._replace(granules=use.granules[pages])
+            use if use.pages is None else use._replace(pages=use.pages[pages])
             for part, use in zip(self.parts, self.uses, strict=True)
             if not part.trailing
         ]
@@ -139,10 +139,10 @@ class BackupOperation(StorageTask):
         node_id: int,
         calls: StorageCalls,
         *,
-        sources: Sequence[Source] = (),
-        uses: Sequence[Use] = (),
+        writers: Sequence[Writer] = (),
+        uses: Sequence[PageUse] = (),
     ) -> None:
-        super().__init__(parts, sources=sources, uses=uses)
+        super().__init__(parts, writers=writers, uses=uses)
         self.node_id = node_id
         self.stored_pages = 0
         self.pool_pages: dict[str, int] = {}
@@ -224,7 +224,7 @@ class PrefetchOperation(StorageTask):
         calls: StorageCalls,
         *,
         agreement: Agreement,
-        uses: Sequence[Use] = (),
+        uses: Sequence[PageUse] = (),
     ) -> None:
         super().__init__(parts, uses=uses)
         self.request_id = request_id
