@@ -32,7 +32,7 @@ from hicache_kernels.bench.interference import Duplex
 from hicache_kernels.bench.pool import host_pages
 from hicache_kernels.bench.report import CaseResult
 from hicache_kernels.cli import app
-from hicache_kernels.planner import CPU
+from hicache_kernels.constants import CPU
 from hicache_kernels.staging import Direction
 
 TINY = Shape(64, 3, 2)

@@ -11,7 +11,7 @@ from tests.kernels.workshop import Workshop, add
 
 from hicache_kernels import build, calibrate, info
 from hicache_kernels.ahead import build_ahead
-from hicache_kernels.planner import H200
+from hicache_kernels.constants import H200
 from hicache_kernels.probe import ModuleLoader
 
 STRANGER = 12345

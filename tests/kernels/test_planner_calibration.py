@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache_kernels import calibrate
-from hicache_kernels.planner import CPU, H200, DeviceConstants
+from hicache_kernels.constants import CPU, H200, DeviceConstants
 
 
 @pytest.fixture

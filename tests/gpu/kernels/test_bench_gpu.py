@@ -10,7 +10,7 @@ from hicache_kernels.bench import Buffers, Case, Pattern, Report, disturbances, 
 from hicache_kernels.bench.cases import Shape
 from hicache_kernels.bench.interference import measure_duplex
 from hicache_kernels.bench.measure import plain_copy_seconds
-from hicache_kernels.planner import H200
+from hicache_kernels.constants import H200
 from hicache_kernels.staging import Direction
 
 pytestmark = pytest.mark.gpu

@@ -19,9 +19,9 @@ import torch
 
 from .build import build_lock, cache_directory
 from .compilers import write_atomically
+from .constants import CPU, H200, DeviceConstants, DirectionConstants
 from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
-from .planner import CPU, H200, DeviceConstants, DirectionConstants
 from .probe import warn_once
 from .staging import Direction, StagingRing, canonical_device
 from .transfer import PlaneTransfer, TransferResult

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .layout import HostStrides
 from .plane import Plane
 
 PIECE_FIELDS = 12
@@ -66,16 +67,6 @@ class Piece:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StagingStrides:
-    """A plane's place in a staging buffer: offset of its first row, and bytes between pages, layers and slots."""
-
-    offset: int
-    page: int
-    layer: int
-    slot: int
-
-
 @dataclass(frozen=True)
 class StagingLayout:
     """Pieces with their place in a staging buffer of ``chunk_pages`` pages.
@@ -85,13 +76,13 @@ class StagingLayout:
     pieces
         int64 ``[pieces, PIECE_FIELDS]`` on CPU, as csrc/staged/copies.h reads them.
     planes
-        Strides of each plane inside the buffer.
+        Strides of each plane inside the buffer; offsets count from its start.
     bytes
         Size of a buffer.
     """
 
     pieces: torch.Tensor
-    planes: tuple[StagingStrides, ...]
+    planes: tuple[HostStrides, ...]
     bytes: int
 
 
@@ -165,7 +156,7 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
     A piece that continues from page to page on the host (``layer_first``) keeps its pages together in staging memory
     too; any other piece keeps a page together.
     """
-    strides: dict[int, StagingStrides] = {}
+    strides: dict[int, HostStrides] = {}
     table: list[list[int]] = []
     start = 0
     for piece in find_pieces(planes, layers=layers):
@@ -185,7 +176,7 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
         for index, offset in piece.members:
             host = planes[index].host.strides
             # An axis inside the width has the host's stride in staging memory, as the bytes are the same.
-            strides[index] = StagingStrides(
+            strides[index] = HostStrides(
                 start + offset,
                 page,
                 placed["layers"] if piece.layers.count > 1 else host.layer if layers > 1 else 0,

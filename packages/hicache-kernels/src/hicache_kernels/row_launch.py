@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import tvm_ffi
 
-from .planner import H200
+from .constants import H200
 from .row_sets import Rows
 from .staging import canonical_device
 from .streams import own_stream

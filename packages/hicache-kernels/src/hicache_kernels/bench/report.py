@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .. import calibrate
+from ..constants import DeviceConstants
 from ..layout import HostLayout
-from ..planner import DeviceConstants
 from ..probe import load_outcome
 from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
