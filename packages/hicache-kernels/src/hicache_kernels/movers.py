@@ -187,7 +187,7 @@ class DirectMover:
         return queued == 1
 
     def _bulk(self, blocks: int) -> int:
-        """Shared memory of a CTA for a load's bulk copies; 0 where the row kernel is as fast, as for all write-backs."""
+        """Shared memory of a CTA for the bulk copies of a load; 0 where the row kernel is as fast."""
         long = self._row_bytes >= BULK_LOAD_ROW_BYTES and self._row_bytes % BULK_MULTIPLE == 0
         return BULK_SHARED_BYTES if long and blocks >= BULK_BLOCKS else 0
 

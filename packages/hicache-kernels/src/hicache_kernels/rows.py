@@ -181,8 +181,8 @@ def build_tables(
     Parameters
     ----------
     planes, sides
-        The planes, and where each one's rows lie on the other side: host pages, or a staging buffer, where offsets count
-        from its start.
+        The planes, and where each one's rows lie on the other side: in host memory, or in a staging buffer, from whose
+        start offsets then count.
     layered
         Whether the other side has all layers, or one (a staging buffer of a load).
     inner
