@@ -15,6 +15,10 @@ from .streams import own_stream
 
 GROUP_FIELDS = 14
 VECTOR_WIDTHS = (16, 8, 4)
+DIRECT_ALIGNMENT = 4
+"""Addresses, strides and sizes of rows that the main module moves are multiples of this many bytes."""
+STAGED_ALIGNMENT = 16
+"""Those of rows that the staged module moves are multiples of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
