@@ -104,7 +104,7 @@ def test_staging_memory_that_kernels_cannot_address_is_refused():
         pytest.skip("plain torch copies from any address")
     src, slots = [random_bytes(8, 16) for _ in range(2)], slots_of(torch.tensor([1, 0]), 4)
     staging = random_bytes(8 * 2 * 16 + 2)[2:].view(8, 2, 16)
-    with pytest.raises(ValueError, match="staging memory for ptr_src starts at 0x.*multiple of 4 bytes"):
+    with pytest.raises(ValueError, match=r"staging memory for ptr_src starts at 0x.*multiple of 4 bytes"):
         jit_kernel.transfer_hicache_all_layer_mla_staged_lf_pf(
             pointer_table(src), slots, slots, staging, random_bytes(8, 2, 16), page_size=4
         )
