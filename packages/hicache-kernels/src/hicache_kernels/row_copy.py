@@ -206,7 +206,7 @@ def _checked_staging(
     page_size: int,
     element_size: int | None,
 ) -> tuple[RowSet, ...]:
-    """Check the buffers of a staged copy against its tables; returns the rows behind the tables."""
+    """Check the buffers of a staged copy against its tables; returns the rows that the tables name."""
     buffers = {**staging, **destination}
     for name, buffer in buffers.items():
         check_tensor(name, buffer)

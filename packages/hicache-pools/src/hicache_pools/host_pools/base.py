@@ -257,7 +257,7 @@ class HostPool:
         return self.allocator.free_pages(pages)
 
     def owned_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
-        """Return the pages of slots; ValueError unless they are whole pages, each once, that somebody owns."""
+        """Return the pages of slots; ValueError unless they are whole pages, each once, that are owned."""
         return self.allocator.owned_pages(indices)
 
     def available_size(self) -> int:
@@ -434,7 +434,7 @@ class HostPool:
 
     @property
     def host_buffer(self) -> HostBuffer:
-        """The memory behind ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
+        """The memory of ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
         host_buffer = self._host_buffer
         self._gate.check_open()
         if host_buffer is None:
