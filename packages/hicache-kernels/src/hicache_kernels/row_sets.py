@@ -193,7 +193,7 @@ def check_pair(destination: Sequence[RowSet], source: Sequence[RowSet], alignmen
                 raise ValueError(f"{rows.name} lies on {rows.device}, {side[0].name} on {side[0].device}")
 
 
-def check_indices(name: str, indices: torch.Tensor, side: Sequence[RowSet], page_size: int) -> None:
+def check_row_numbers(name: str, indices: torch.Tensor, side: Sequence[RowSet], page_size: int) -> None:
     """Check row numbers: form always, range where they lie on the CPU or ``HICACHE_KERNELS_CHECK`` is 1.
 
     Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from hicache_kernels import DeviceRows
 
@@ -32,9 +32,6 @@ class WrapsFullAttentionPool(Protocol):
     def full_kv_pool(self) -> object:
         """The pool, or another wrapper."""
         ...
-
-
-DraftPool: TypeAlias = DevicePool | WrapsDevicePool | WrapsFullAttentionPool
 
 
 def unwrap_draft_pool(draft: object) -> DevicePool:

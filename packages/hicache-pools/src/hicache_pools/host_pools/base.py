@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
+from typing import ClassVar, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,6 @@ from .staging import pool_staging
 from .transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
-
-IoBackend: TypeAlias = Literal["kernel", "direct"]
 
 IO_BACKENDS = ("kernel", "direct")
 
