@@ -144,7 +144,7 @@ def test_removals_reach_an_anchor_of_another_name(make_model: MakeModel, keys_of
     storage._note_removed(keys_of((1, 2)), "kv")
     storage._tell_removed()
     tree.poll()
-    assert tree._presence.lacks_any("full", keys_of((1,)))
+    assert tree._backups.presence.lacks_any("full", keys_of((1,)))
     controller.shutdown()
 
 

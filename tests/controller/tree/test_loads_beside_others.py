@@ -35,7 +35,7 @@ def once_before(monkeypatch: pytest.MonkeyPatch, cache: Any, method: str, happen
 def finish_loads(model: Any, gate: Any) -> None:
     """Let the loads at a gate go, and those that come later succeed."""
     gate.open()
-    while model.cache._loads:
+    while model.cache._transfers.loads:
         model.cache.poll(wait=True)
     gate.failing = False
 
@@ -111,7 +111,7 @@ def test_insert_waits_for_no_load_of_another_prefix(
     other = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2, 3))), wait=False)
     gate.wait_entered()
     with monkeypatch.context() as patch:
-        patch.setattr(model.cache, "poll", lambda **_: pytest.fail("there is nothing to wait for"))
+        patch.setattr(model.cache._transfers, "poll", lambda **_: pytest.fail("there is nothing to wait for"))
         model.cache.release(model.cache.insert(match, pages).match)
     gate.open()
     other = model.cache.settle(other)
@@ -185,10 +185,10 @@ def test_a_window_whose_write_fails_while_room_is_made_for_its_load_shortens_the
     gate.failing = True
     model.cache.evict_device(2)
     model.cache.evict_window_device("swa", 2)
-    assert model.cache._writes, "the window is on the host alone as far as is known, and its write has failed"
+    assert model.cache._transfers.writes, "the window is on the host alone as far as is known, and its write has failed"
     match = model.cache.match_prefix(keys_of((1, 2)))
     assert match.host_pages == 2
-    once_before(monkeypatch, model.cache, "_make_device_room", model.cache.drain)
+    once_before(monkeypatch, model.cache._room, "make_on_device", model.cache.drain)
     match = model.cache.load_back(match)
     assert match.pages == 0
     model.cache.check_integrity()

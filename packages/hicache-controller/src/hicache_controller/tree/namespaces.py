@@ -1,28 +1,25 @@
-"""NamespaceBooks: what the tree holds of one namespace, for its quota."""
+"""NamespaceUsage: what the tree holds of one namespace, for its quota."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from .policies import NO_QUOTA, Quota
-from .queue import EvictionQueue
+from .queue import TierQueues
 
 
 @dataclass(eq=False)
-class NamespaceBooks:
+class NamespaceUsage:
     """Pages of one namespace, and its own eviction queues where it has a quota.
 
-    Its nodes and matches, and a quota, keep it; with the last of them it is gone.
+    Its nodes, its matches and its quota keep it alive; it goes with the last of them.
     """
 
     quota: Quota = NO_QUOTA
-    device_queue: EvictionQueue[Any] | None = None
-    host_queue: EvictionQueue[Any] | None = None
-    unsaved_queue: EvictionQueue[Any] | None = None
+    queues: TierQueues | None = None
     device_pages: int = 0
     host_pages: int = 0
 
 
-NO_BOOKS = NamespaceBooks()
-"""Those of the root, which has no pages."""
+NO_USAGE = NamespaceUsage()
+"""That of the root, which has no pages."""
