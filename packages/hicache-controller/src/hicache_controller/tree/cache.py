@@ -11,6 +11,7 @@ from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolName
 
 from ..controller import HiCacheController
+from ..engine_calls import EngineCalls
 from ..forks import refuse_in_forks
 from ..hashing import Namespace
 from ..hybrid import SidecarPoolSpec
