@@ -58,7 +58,7 @@ def test_insert_over_pages_that_another_request_is_loading_has_the_right_bytes(
     gate.failing = failing
     other = model.cache.load_back(model.cache.match_prefix(loaded), wait=False)
     gate.wait_entered()
-    once_before(monkeypatch, model.cache, "poll", gate.open)
+    once_before(monkeypatch, model.cache._transfers, "poll", gate.open)
     result = model.cache.insert(match, pages)
     assert result.match.consumers == ()
     assert result.duplicates == (0 if failing else min(shared, 3) - 1)
@@ -87,7 +87,7 @@ def test_insert_over_windows_that_another_request_is_loading_keeps_its_own_where
     gate.failing = failing
     other = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2))), wait=False)
     gate.wait_entered()
-    once_before(monkeypatch, model.cache, "poll", gate.open)
+    once_before(monkeypatch, model.cache._transfers, "poll", gate.open)
     result = model.cache.insert(match, pages, windows=windows).match
     finish_loads(model, gate)
     model.verify_match(result)
@@ -136,7 +136,7 @@ def test_a_load_that_fails_while_room_for_windows_is_made_takes_nothing_below_it
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3, 4)))
     assert (longer.device_pages, longer.host_pages) == (2, 2)
-    once_before(monkeypatch, model.cache, "_make_window_room", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._room, "make_for_window", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     model.cache.check_integrity()
     assert longer.pages == 4
@@ -161,7 +161,7 @@ def test_a_window_whose_load_fails_while_room_is_made_is_loaded_with_the_rest(
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3)))
     assert len(longer.device_pin.parts) == len(longer.host_pin.parts) == 1
-    once_before(monkeypatch, model.cache, "_make_window_room", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._room, "make_for_window", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     assert longer.pages == 3
     model.verify_match(longer)

@@ -157,9 +157,10 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_no_lock(
         (node,) = (node for node in model.cache._tree.nodes() if node.device is not None)
 
         def write(node: Any = node) -> None:
-            model.cache._evictor.write_node(node)
-            for part, _ in model.cache._tree.all_needed(node):
-                model.cache._evictor.write_window(part)
+            with model.cache.engine_calls:
+                model.cache._evictor.write_node(node)
+                for part, _ in model.cache._tree.all_needed(node):
+                    model.cache._evictor.write_window(part)
 
         came = interrupted_at(write, nth)
         model.cache.drain()
@@ -229,7 +230,7 @@ def test_a_node_that_the_device_loses_while_room_for_it_is_made_is_not_written(
     while cache._transfers.writes:
         cache.poll()
     others = model.group.alloc(model.host["kv"].available_size())
-    evict = cache.evict_host
+    evict = cache._evictor.evict_host
 
     def wait_for_the_load(count: int) -> int:
         load.open()

@@ -174,9 +174,10 @@ class Evictor:
         self.keep_quota(match.owner)
 
     def replace(self, match: Match, other: Match) -> Match:
-        """Release a match for another one of its request, which this returns."""
+        """Unpin a match in favour of another one of its request, which this returns; if it raises, the match stays."""
         with self._matches.handing_out(other):
-            self.release(match)
+            self.keep_quota(match.owner)
+        self._matches.unpin(match)
         return other
 
     def keep_quota(self, usage: NamespaceUsage) -> None:

@@ -54,7 +54,10 @@ class Loads:
         if wait:
             with self._matches.handing_out(loaded):
                 self._wait(loaded)
-            loaded = self._shorten(loaded)
+            arrived = self._arrived(loaded)
+            if arrived is not loaded:
+                self._matches.unpin(loaded)
+                loaded = arrived
         return self._evictor.replace(match, loaded)
 
     def _still_there(self, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
@@ -150,7 +153,8 @@ class Loads:
     def settle(self, match: Match) -> Match:
         """Wait for the loads that fill a match; see :meth:`UnifiedRadixCache.settle`."""
         self._wait(match)
-        return self._shorten(match)
+        arrived = self._arrived(match)
+        return match if arrived is match else self._evictor.replace(match, arrived)
 
     def _wait(self, match: Match) -> None:
         while any(node.load is not None for node in match.node.path()) or any(
@@ -158,8 +162,8 @@ class Loads:
         ):
             self._transfers.poll(wait=True)
 
-    def _shorten(self, match: Match) -> Match:
-        """Replace a match by what of it has arrived."""
+    def _arrived(self, match: Match) -> Match:
+        """Return the match, or pin a shorter one if not all of it has arrived."""
         node, pages = match.node, match.pages
         while node.parent is not None and not (
             node.device is not None and node.in_tree and self._windows_on_device(node)
@@ -168,7 +172,7 @@ class Loads:
             node = node.parent
         if node is match.node:
             return match
-        return self._evictor.replace(match, self._matches.pin_other(match, node, pages))
+        return self._matches.pin_other(match, node, pages)
 
     def _windows_on_device(self, node: TreeNode) -> bool:
         for name in self._tree.windows:

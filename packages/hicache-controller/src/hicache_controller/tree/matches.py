@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..engine_calls import EngineCalls
+from ..interrupts import interruptibly
 from .keys import Tokens
 from .namespaces import NO_USAGE, NamespaceUsage
 from .node import TreeNode
@@ -71,14 +72,22 @@ class Matches:
 
     @contextmanager
     def handing_out(self, match: Match) -> Iterator[None]:
-        """Unpin a match if the block raises, or a callback of the engine did: then no caller will release it."""
+        """Unpin a match that the caller does not get, as the block or a callback of the engine raised.
+
+        Interrupts come before and after the block, as one at the end of the call would take its result along.
+        """
         try:
-            self._calls.raise_first()
+            self.raise_pending()
             yield
-            self._calls.raise_first()
+            self.raise_pending()
         except BaseException:
             self.unpin(match)
             raise
+
+    def raise_pending(self) -> None:
+        """Raise what a callback of the engine has raised, or an interrupt that has arrived."""
+        self._calls.raise_first()
+        interruptibly(_do_nothing)
 
     def keep(self, match: Match, seconds: float) -> None:
         """Pin what a match covers once more, for some seconds."""
@@ -97,3 +106,7 @@ class Matches:
         """Forget every match."""
         self._pinned.clear()
         self._timed.clear()
+
+
+def _do_nothing() -> None:
+    pass

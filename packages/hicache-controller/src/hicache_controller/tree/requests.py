@@ -120,9 +120,7 @@ class Requests:
             self._calls.call(self._residency.free, np.concatenate(duplicates), device=True)
         with self._matches.handing_out(result):
             self._evictor.use_inserted(node, match.priority)
-            self._evictor.keep_quota(match.owner)
-        self._matches.unpin(match)
-        return InsertResult(result, sum(map(len, duplicates)))
+        return InsertResult(self._evictor.replace(match, result), sum(map(len, duplicates)))
 
     def _publish(self, match: Match, pages: Pages) -> tuple[TreeNode, list[Pages]]:
         """Give pages to the nodes that follow a match; returns the last node, and the pages that the tree had."""

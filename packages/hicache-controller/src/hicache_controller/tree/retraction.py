@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from ..engine_calls import EngineCalls
-from ..interrupts import interruptibly
 from .components import trailing
 from .evictor import Evictor
 from .loads import Loads
@@ -106,8 +105,7 @@ class Retraction:
         try:
             match = self._loads.load_all(match)
             found = self._load(kept) if match.pages == kept.match.pages else None
-            interruptibly(lambda: None)
-            self._calls.raise_first()
+            self._matches.raise_pending()
         except BaseException:
             if found is not None:
                 self._free_device(*found)
