@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from ..controller import HiCacheController
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
 from ..storage_worker import ANCHOR
 from .components import trailing, window_rank
-from .events import Change, Events, Tier
+from .events import Change, Tier
 from .keys import KEY_BYTES, key_list
 from .node import NO_PAGES, Operation, TreeNode, WindowPart, unpack
+from .pools import Pools
 from .presence import Run, StoragePresence
 from .radix_tree import RadixTree
-from .residency import Residency
 from .results import Prefetching
 
 _MIN_CLEANUP = 4096
@@ -42,34 +41,25 @@ class Backups:
         What storage has.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        residency: Residency,
-        controller: HiCacheController,
-        events: Events,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, tree: RadixTree, pools: Pools, clock: Callable[[], float]) -> None:
         self._tree = tree
-        self._residency = residency
-        self._controller = controller
-        self._events = events
-        self._anchor = events.anchor
+        self._pools = pools
+        self._anchor = pools.anchor
         self.running: dict[int, Operation] = {}
         self.prefetches: dict[Prefetching, list[bytes]] = {}
-        self.presence = StoragePresence(remember=events.listener is not None)
+        self.presence = StoragePresence(remember=pools.events.listener is not None)
         self._running_pages = 0
-        self._storage_changes = controller.storage.changes
+        self._storage_changes = pools.controller.storage.changes
         self._pause = Backoff(clock)
         self._waiting: deque[TreeNode] = deque()
         self._clean_up_at = _MIN_CLEANUP
-        controller.storage.follow_removals(self.presence.note_removed)
+        pools.controller.storage.follow_removals(self.presence.note_removed)
 
     # One node
 
     def store(self, node: TreeNode) -> None:
         """Store what of a node and its prefix is settled on the host and not in storage, heads first."""
-        if not self._controller.has_storage:
+        if not self._pools.controller.has_storage:
             return
         if not self._storage_answers():
             self._store_later(node)
@@ -96,7 +86,7 @@ class Backups:
         for part in parts:
             pages = NO_PAGES if part.host is None else unpack(part.host)
             operation.host_pin.hold(part, device=False)
-            slots = self._residency.slots(pages, part.name)
+            slots = self._pools.slots(pages, part.name)
             transfers.append(trailing(part.name, host_indices=slots, keys=keys[len(keys) - len(pages) :]))
         parents: list[bytes | None] = [node.key_before(0), *keys[:-1]]
         # Of a node that is stored the last page is named again: windows are stored only along with pages of the anchor.
@@ -110,8 +100,8 @@ class Backups:
         for part in parts:
             self.presence.storing(part.name, keys[len(keys) - part.on_host :])
         try:
-            self._controller.backup(
-                self._residency.slots(unpack(node.host)[first:]),
+            self._pools.controller.backup(
+                self._pools.slots(unpack(node.host)[first:]),
                 keys[first:],
                 parents=parents[first:],
                 node_id=operation.id,
@@ -125,7 +115,7 @@ class Backups:
     def give_up(self, operation: Operation) -> None:
         """End a backup that is under way; what of it storage has not taken counts as skipped."""
         self._end(operation)
-        self._controller.cancel_backup(operation.id)
+        self._pools.controller.cancel_backup(operation.id)
         self._finish(operation, 0, Counter(), refused=False)
 
     def _end(self, operation: Operation) -> None:
@@ -146,7 +136,7 @@ class Backups:
     def finish(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; returns whether there were any."""
         succeeded = [ack.error is None for ack in acks]
-        agreement = self._controller.agreement
+        agreement = self._pools.controller.agreement
         if acks and agreement.needed:
             # What is stored again has to be the same on all ranks.
             succeeded = [bool(each) for each in agreement.smallest([int(each) for each in succeeded])]
@@ -169,7 +159,7 @@ class Backups:
     def _stored_windows(self, ack: StorageAck) -> Counter[str]:
         """Return how many leading pages of each windowed pool a failed backup has stored, as far as all ranks know."""
         stored: dict[str, int] = {}
-        if not self._controller.agreement.needed:
+        if not self._pools.controller.agreement.needed:
             for name, pages in ack.pool_pages.items():
                 pool = self._component_of(name)
                 if pool is not None:
@@ -225,7 +215,7 @@ class Backups:
 
     def store_again(self, node: TreeNode) -> None:
         """Queue a prefix that is being used, if storage does not have all of it."""
-        if not self._controller.has_storage:
+        if not self._pools.controller.has_storage:
             return
         for above in node.path():
             if self._is_to_store(above):
@@ -246,8 +236,8 @@ class Backups:
 
     def _store_waiting(self) -> None:
         """Store the queued nodes, as long as the storage answers and its own queue is short."""
-        limit = self._controller.storage.settings.backup_queue_pages // 4
-        while self._waiting and self._controller.has_storage:
+        limit = self._pools.controller.storage.settings.backup_queue_pages // 4
+        while self._waiting and self._pools.controller.has_storage:
             node = self._waiting[0]
             busy = bool(self.running) and (self._pause.failing or self._running_pages + node.pages > limit)
             if node.host is not None and (busy or not self._storage_answers()):
@@ -261,13 +251,13 @@ class Backups:
         """Return whether no rank is in the pause after a failure."""
         if not self._pause.failing:
             return True
-        return bool(self._controller.agreement.smallest([int(not self._pause.active)])[0])
+        return bool(self._pools.controller.agreement.smallest([int(not self._pause.active)])[0])
 
     # What storage does by itself
 
     def follow_storage(self) -> None:
         """Notice a change of storage and what it has removed; store what is queued."""
-        if self._controller.storage.changes != self._storage_changes:
+        if self._pools.controller.storage.changes != self._storage_changes:
             self._change_storage()
         self._note_removed()
         if len(self.presence) > _MIN_CLEANUP:
@@ -283,12 +273,12 @@ class Backups:
 
     def _component_of(self, name: str) -> str | None:
         """Return the pool whose pages count as removed with those of a pool of the storage; sidecars have none."""
-        sources = {str(spec.pool_name): str(spec.indices_from_pool) for spec in self._controller.sidecars}
+        sources = {str(spec.pool_name): str(spec.indices_from_pool) for spec in self._pools.controller.sidecars}
         pool = sources.get(name, self._anchor if name == ANCHOR else name)
         return pool if pool == self._anchor or pool in self._tree.windows else None
 
     def _change_storage(self) -> None:
-        self._storage_changes = self._controller.storage.changes
+        self._storage_changes = self._pools.controller.storage.changes
         for pool, run in self.presence.forget_all():
             self._report_removed(pool, [run])
         self._pause.succeeded()
@@ -298,7 +288,7 @@ class Backups:
             node.stored = False
             for part in node.windows:
                 part.stored = False
-            if self._controller.has_storage and self._is_to_store(node):
+            if self._pools.controller.has_storage and self._is_to_store(node):
                 self._store_later(node)
 
     def lacks(self, pool: str, node: TreeNode, pages: int | None = None) -> bool:
@@ -306,7 +296,7 @@ class Backups:
 
         Ranks have removals of their own, so that nothing is known among several.
         """
-        if self._controller.agreement.needed:
+        if self._pools.controller.agreement.needed:
             return False
         first = 0 if pages is None else -pages * KEY_BYTES
         return self.presence.lacks_any(pool, key_list(node.keys[first:]))
@@ -360,16 +350,16 @@ class Backups:
 
     def report_stored(self, node: TreeNode, pool: str, pages: int, count: int | None = None) -> None:
         """Report that storage has the first ``count`` (default: all) of the last ``pages`` pages of a node."""
-        if self._events.listener is None or count == 0:
+        if self._pools.events.listener is None or count == 0:
             return
         first = node.pages - pages
         keys = key_list(node.keys)[first : None if count is None else first + count]
         for run in self.presence.stored(pool, keys, node.key_before(first)):
-            self._events.run(Change.STORED, Tier.STORAGE, pool, run.keys, run.parent, node, first + run.first)
+            self._pools.events.run(Change.STORED, Tier.STORAGE, pool, run.keys, run.parent, node, first + run.first)
 
     def _report_removed(self, pool: str, runs: Sequence[Run]) -> None:
         for run in runs:
-            self._events.run(Change.REMOVED, Tier.STORAGE, pool, run.keys, run.parent)
+            self._pools.events.run(Change.REMOVED, Tier.STORAGE, pool, run.keys, run.parent)
 
 
 def _is_part_to_store(part: WindowPart) -> bool:

@@ -11,7 +11,6 @@ from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolName
 
 from ..controller import HiCacheController
-from ..engine_calls import EngineCalls
 from ..forks import refuse_in_forks
 from ..hashing import Namespace
 from ..hybrid import SidecarPoolSpec
@@ -25,19 +24,15 @@ from .events import Events, Listener
 from .evictor import Evictor
 from .keys import SequenceKeys
 from .loads import Loads
-from .matches import Matches
 from .node import Pages, TreeNode
 from .order import EvictionOrder
 from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, TreeSettings, WritePolicy
+from .pools import Pools
 from .prefetches import Prefetches
 from .radix_tree import RadixTree
-from .ranks import Ranks
-from .reclaim import Reclaim
 from .requests import Requests, checked_pages
-from .residency import Residency
 from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
 from .retraction import Retraction
-from .room import Room
 from .sidecars import register_sidecar
 from .transfers import Transfers
 
@@ -124,38 +119,29 @@ class UnifiedRadixCache:
         self.windows = {str(c.name): WindowPool(c, group.get_entry(c.name)) for c in components}
         order = EvictionOrder(eviction, self.windows)
         self.strategy = order.strategy
-        ranks = Ranks(controller.agreement)
         events = Events(listener, str(group.anchor_entry.name), page_size, calls)
-        self._reclaim = Reclaim(alone=ranks.alone)
-        self._tree = tree = RadixTree(page_size, order)
+        self._tree = tree = RadixTree(page_size, order, calls, clock)
         for namespace, quota in (quotas or {}).items():
             tree.set_quota(namespace, quota)
-        self._residency = residency = Residency(tree, controller, events, calls)
-        self._matches = matches = Matches(tree, clock, calls)
-        self._backups = backups = Backups(tree, residency, controller, events, clock)
-        self._transfers = transfers = Transfers(
-            tree, residency, backups, controller, events, self._reclaim, ranks, calls
-        )
-        self._evictor = evictor = Evictor(
-            tree, residency, matches, backups, transfers, controller, ranks, self._settings
-        )
-        self._room = room = Room(tree, residency, evictor, controller, device_allocator, self._reclaim, ranks, calls)
-        self._loads = loads = Loads(tree, residency, matches, transfers, evictor, room, self._settings)
-        self._prefetches = Prefetches(tree, residency, matches, backups, evictor, room, controller, events)
-        self._retraction = Retraction(tree, residency, matches, transfers, evictor, room, loads, calls)
-        self._requests = Requests(tree, residency, matches, evictor, loads, events, calls)
-        self._events = events
+        self._pools = pools = Pools(tree, controller, events)
+        self._backups = backups = Backups(tree, pools, clock)
+        self._transfers = transfers = Transfers(tree, pools, backups)
+        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self._settings)
+        self._loads = loads = Loads(tree, pools, transfers, evictor, self._settings)
+        self._prefetches = Prefetches(tree, pools, backups, evictor)
+        self._requests = Requests(tree, pools, evictor, loads)
+        self._retraction = Retraction(tree, pools, transfers, evictor, loads)
         self._serve_pools()
 
     def _serve_pools(self) -> None:
         """Let the pools evict through this tree."""
-        self._reclaim.serve(
+        self._pools.reclaim.serve(
             self.controller.host_group.anchor_entry,
             evict_host=self.evict_host,
             evict_device=lambda count: self.evict_device(max(count - self.device_allocator.available_pages, 0)),
         )
         for name, pool in self.windows.items():
-            self._reclaim.serve(
+            self._pools.reclaim.serve(
                 pool.entry,
                 evict_host=lambda count, name=name: self.evict_window_host(name, count),  # type: ignore[misc]
                 evict_device=lambda count, name=name: self.evict_window_device(name, count),  # type: ignore[misc]
@@ -227,7 +213,7 @@ class UnifiedRadixCache:
         priority
             Its pages leave a tier after all of lower priority; any int32.
         """
-        self._reclaim.use_on_this_thread()
+        self._pools.reclaim.use_on_this_thread()
         priority = whole("priority", priority, least=MIN_PRIORITY, most=MAX_PRIORITY)
         return self._requests.match(keys, namespace, priority)
 
@@ -247,12 +233,12 @@ class UnifiedRadixCache:
     @tree_call
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
-        self._matches.keep(match, finite("seconds", seconds))
+        self._tree.keep_match(match, finite("seconds", seconds))
 
     @tree_call
     def expire(self) -> int:
         """Release pins whose time is over; returns how many."""
-        return self._matches.expire()
+        return self._tree.expire()
 
     def device_page_numbers(self, match: Match) -> Pages:
         """Device pages of the match's leading ``device_pages``, in order.
@@ -323,12 +309,12 @@ class UnifiedRadixCache:
     @tree_call
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
-        return self._room.alloc_device(whole("count", count, least=0))
+        return self._evictor.alloc_device(whole("count", count, least=0))
 
     @tree_call
     def alloc_window(self, name: PoolName | str, count: int) -> Pages | None:
         """Allocate pages of a windowed pool for the engine to compute into; None if too few."""
-        return self._room.alloc_window_device(str(name), whole("count", count, least=0))
+        return self._evictor.alloc_window_device(str(name), whole("count", count, least=0))
 
     @tree_call
     def evict_device(self, count: int) -> int:
@@ -642,8 +628,8 @@ class UnifiedRadixCache:
         self.controller.quiesce(None if timeout is None else bound.left())
         if self.listener is not None:
             for node in reversed(list(self._tree.nodes())):
-                self._events.all_removed(node)
-        self._residency.free_all()
+                self._pools.events.all_removed(node)
+        self._pools.free_all()
         self.controller.reset()
-        for part in (self._retraction, self._tree, self._transfers, self._backups, self._matches):
+        for part in (self._retraction, self._tree, self._transfers, self._backups):
             part.clear()

@@ -19,6 +19,11 @@ class Tier(StrEnum):
     STORAGE = "storage"
 
 
+def tier(*, device: bool) -> Tier:
+    """Return the device's tier, or the host's."""
+    return Tier.DEVICE if device else Tier.HOST
+
+
 class Change(StrEnum):
     """What happened to them there."""
 

@@ -1,19 +1,18 @@
-"""Evictor: what leaves the tiers, after it was written to the host if it has to be."""
+"""Evictor: makes room in the tiers, and writes to the host what has to be there first."""
 
 from __future__ import annotations
 
 import logging
 
-from ..controller import HiCacheController
+import torch
+
+from .allocator import PageAllocator
 from .backups import Backups
-from .matches import Matches
-from .namespaces import NamespaceUsage
-from .node import TreeNode, WindowPart
+from .node import Pages, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
-from .queue import EvictionQueue, TierQueues
+from .pools import Pools
+from .queue import EvictionQueue, NamespaceUsage, TierQueues
 from .radix_tree import RadixTree
-from .ranks import Ranks
-from .residency import Residency
 from .results import Match
 from .transfers import Transfers, has_prefix_on_host
 
@@ -26,22 +25,18 @@ class Evictor:
     def __init__(
         self,
         tree: RadixTree,
-        residency: Residency,
-        matches: Matches,
+        pools: Pools,
         backups: Backups,
         transfers: Transfers,
-        controller: HiCacheController,
-        ranks: Ranks,
+        device_allocator: PageAllocator,
         settings: TreeSettings,
     ) -> None:
         self._tree = tree
         self._order = tree.order
-        self._residency = residency
-        self._matches = matches
+        self._pools = pools
         self._backups = backups
         self._transfers = transfers
-        self._controller = controller
-        self._ranks = ranks
+        self._device = device_allocator
         self._settings = settings
 
     @property
@@ -53,7 +48,7 @@ class Evictor:
 
     def evict_device(self, count: int) -> int:
         """Free device pages; see :meth:`UnifiedRadixCache.evict_device`."""
-        self._matches.expire()
+        self._tree.expire()
         queue, freed = self._order.queues.device, 0
         saving: list[TreeNode] = []
         try:
@@ -62,7 +57,7 @@ class Evictor:
                 if node is None:
                     if saving:
                         freed += self._finish_saving(saving)
-                    elif not self._transfers.release_device() and not self._transfers.wait(backups=False):
+                    elif not self._transfers.release_device(windows=False) and not self._transfers.wait(backups=False):
                         break
                     continue
                 self._order.evicted_value = node.value
@@ -95,7 +90,7 @@ class Evictor:
     def _drop_device(self, node: TreeNode) -> int:
         if node.device is None:
             return 0
-        self._residency.drop(node, device=True)
+        self._pools.drop(node, device=True)
         return node.pages
 
     def _save_windows(self, node: TreeNode) -> None:
@@ -111,7 +106,7 @@ class Evictor:
             for node in saving:
                 self._save_windows(node)
             if saving:
-                self._transfers.release_device()
+                self._transfers.release_device(windows=False)
             for node in saving:
                 if node.host is not None and not (node.device_children or node.device_lock):
                     freed += self._drop_device(node)
@@ -126,7 +121,7 @@ class Evictor:
 
     def evict_host(self, count: int) -> int:
         """Free host pages; see :meth:`UnifiedRadixCache.evict_host`."""
-        self._matches.expire()
+        self._tree.expire()
         return self._evict_host(self._order.queues, count)
 
     def _evict_host(self, queues: TierQueues, count: int) -> int:
@@ -149,20 +144,20 @@ class Evictor:
                     self._order.offer(node, device=False)
                     continue
                 self._order.evicted_value = node.value
-                freed_now = self._residency.drop(node, device=False)
+                freed_now = self._pools.drop(node, device=False)
             except BaseException:
                 self._order.offer(node, device=False)
                 raise
             # What storage still reads is not free yet, and ranks' storages read different pages. A quota counts nodes.
             counts_room = unsaved and queues is self._order.queues
-            freed += self._ranks.smallest(freed_now) if counts_room else node.pages
+            freed += self._pools.smallest(freed_now) if counts_room else node.pages
         return freed
 
     def _has_windows_to_store(self, node: TreeNode) -> bool:
         """Return whether a node that leaves memory has windows that are still being written, for storage to keep."""
         return (
             node.device is None
-            and self._controller.has_storage
+            and self._pools.controller.has_storage
             and any(part.write is not None for part in node.windows)
         )
 
@@ -170,14 +165,14 @@ class Evictor:
 
     def release(self, match: Match) -> None:
         """Unpin a match, and evict what its namespace then has above its quota."""
-        self._matches.unpin(match)
+        self._tree.unpin_match(match)
         self.keep_quota(match.owner)
 
     def replace(self, match: Match, other: Match) -> Match:
         """Unpin a match in favour of another one of its request, which this returns; if it raises, the match stays."""
-        with self._matches.handing_out(other):
+        with self._tree.handing_out(other):
             self.keep_quota(match.owner)
-        self._matches.unpin(match)
+        self._tree.unpin_match(match)
         return other
 
     def keep_quota(self, usage: NamespaceUsage) -> None:
@@ -194,13 +189,13 @@ class Evictor:
                 self._tree.lock(node, device=False)
                 self._finish_saving([node])
             else:
-                self._residency.drop(node, device=True)
+                self._pools.drop(node, device=True)
         limit = usage.quota.host_pages
         while limit is not None and usage.host_pages > limit:
             node = self._pop(queues.host)
             if node is None:
                 break
-            self._residency.drop(node, device=False)
+            self._pools.drop(node, device=False)
 
     def _pop(self, queue: EvictionQueue[TreeNode]) -> TreeNode | None:
         node = queue.pop()
@@ -213,7 +208,7 @@ class Evictor:
     def evict_window_device(self, name: str, count: int) -> int:
         """Free device pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_device`."""
         pool = self._tree.windows[name]
-        self._matches.expire()
+        self._tree.expire()
         freed = 0
         saving: list[WindowPart] = []
         try:
@@ -222,12 +217,12 @@ class Evictor:
                 if part is None:
                     if saving:
                         freed += self._finish_saving_windows(saving)
-                    elif not self._transfers.release_device_windows() and not self._transfers.wait(backups=False):
+                    elif not self._transfers.release_device(windows=True) and not self._transfers.wait(backups=False):
                         break
                     continue
                 try:
                     if not self.write_window(part):
-                        freed += self._residency.drop_window(part, device=True)
+                        freed += self._pools.drop_window(part, device=True)
                         continue
                 except BaseException:
                     pool.offer(part)
@@ -243,10 +238,10 @@ class Evictor:
         freed = 0
         try:
             if saving:
-                self._transfers.release_device_windows()
+                self._transfers.release_device(windows=True)
             for part in saving:
                 if part.device is not None and not part.device_pins:
-                    freed += self._residency.drop_window(part, device=True)
+                    freed += self._pools.drop_window(part, device=True)
         finally:
             self._order.offer_windows(saving)
             saving.clear()
@@ -255,12 +250,12 @@ class Evictor:
     def evict_window_host(self, name: str, count: int) -> int:
         """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
         pool = self._tree.windows[name]
-        self._matches.expire()
+        self._tree.expire()
         freed, waits = 0, True
         while freed < count:
             part = pool.host_queue.pop()
             if part is not None:
-                freed += self._residency.drop_window(part, device=False)
+                freed += self._pools.drop_window(part, device=False)
                 continue
             if waits and self._transfers.wait():
                 continue
@@ -313,13 +308,13 @@ class Evictor:
         missing = [above for above in node.path() if above.host is None][::-1]
         for number, above in enumerate(missing):
             if not self._write(above):
-                if self._controller.has_storage:
-                    self._controller.storage.skipped(sum(each.pages for each in missing[number:]))
+                if self._pools.controller.has_storage:
+                    self._pools.controller.storage.skipped(sum(each.pages for each in missing[number:]))
                 return False
         return True
 
     def _write(self, node: TreeNode) -> bool:
-        if node.device is None or node.pages * self._tree.page_size > self._controller.mem_pool_host.size:
+        if node.device is None or node.pages * self._tree.page_size > self._pools.controller.mem_pool_host.size:
             return False
         if not has_prefix_on_host(node):
             return False
@@ -355,7 +350,7 @@ class Evictor:
         """Queue a part to be written to the host; False if that has it all, or has no room."""
         if part.device is None or part.on_host >= part.on_device or part.host_pins:
             return False
-        self._residency.drop_window(part, device=False)
+        self._pools.drop_window(part, device=False)
         operation = self._transfers.new()
         operation.device_pin.hold(part, device=True)
         try:
@@ -374,3 +369,81 @@ class Evictor:
         while node.write is not None:
             self._transfers.poll(wait=True)
         return node.parent is None or node.host is not None
+
+    # Room, on all ranks or on none: what one has no room for no other may use, or their trees would differ. What a
+    # callback of the engine raises during an eviction is raised before anything is allocated.
+
+    def device_room(self) -> int:
+        """Return the device pages that are free."""
+        return self._pools.smallest(self._device.available_pages)
+
+    def make_device_room(self, count: int) -> bool:
+        """Evict until ``count`` device pages are free; returns whether they are."""
+        room = self.device_room()
+        if room < count:
+            self.evict_device(count - room)
+            self._pools.calls.raise_first()
+            room = self.device_room()
+        return room >= count
+
+    def alloc_device(self, count: int) -> Pages | None:
+        """Allocate device pages; None if there are too few."""
+        pages = self._device.alloc_pages(count) if self.make_device_room(count) else None
+        if self._pools.on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self._device.free_pages(pages)
+        return None
+
+    def alloc_window_device(self, name: str, count: int) -> Pages | None:
+        """Allocate device pages of a windowed pool; None if there are too few."""
+        pages = self._take_window_device(name, count)
+        if pages is None and self.evict_window_device(name, count):
+            self._pools.calls.raise_first()
+            pages = self._take_window_device(name, count)
+        return pages
+
+    def _take_window_device(self, name: str, count: int) -> Pages | None:
+        pages = self._tree.windows[name].alloc_device(count)
+        if self._pools.on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self._pools.free(pages, device=True, pool=name)
+        return None
+
+    def make_window_room(self, name: str, count: int) -> bool:
+        """Return whether a windowed pool has room on the device, after evicting; a load that follows takes the same."""
+        pages = self.alloc_window_device(name, count)
+        if pages is None:
+            return False
+        self._pools.free(pages, device=True, pool=name)
+        return True
+
+    def alloc_host(self, count: int) -> torch.Tensor | None:
+        """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
+        pool = self._pools.controller.mem_pool_host
+        room = self._pools.smallest(pool.available_size() // self._tree.page_size)
+        if room < count:
+            self.evict_host(count - room)
+            self._pools.calls.raise_first()
+            count = min(count, self._pools.smallest(pool.available_size() // self._tree.page_size))
+        with self._pools.reclaim.held():
+            return pool.alloc(count * self._tree.page_size) if count else None
+
+    def make_window_host_room(self, name: str, count: int) -> None:
+        """Evict until a windowed pool has ``count`` free host pages, as far as possible."""
+        missing = count - self._pools.smallest(self._tree.windows[name].free_host_pages())
+        if missing > 0:
+            self.evict_window_host(name, missing)
+            self._pools.calls.raise_first()
+
+    def alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
+        """Take host slots of a windowed pool; None if there are too few."""
+        self.make_window_host_room(name, count)
+        with self._pools.reclaim.held():
+            slots = self._pools.controller.host_group.alloc(count * self._tree.windows[name].converter.page_size, name)
+        if self._pools.on_all_ranks(slots is not None):
+            return slots
+        if slots is not None:
+            self._pools.controller.evict_host(slots, pool=name)
+        return None

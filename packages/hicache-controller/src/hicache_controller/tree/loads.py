@@ -7,13 +7,11 @@ import numpy as np
 from .components import trailing
 from .evictor import Evictor
 from .keys import KEY_BYTES
-from .matches import Matches
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .policies import TreeSettings
+from .pools import Pools
 from .radix_tree import RadixTree
-from .residency import Residency
 from .results import Match
-from .room import Room
 from .transfers import LoadParts, Transfers
 
 
@@ -23,19 +21,15 @@ class Loads:
     def __init__(
         self,
         tree: RadixTree,
-        residency: Residency,
-        matches: Matches,
+        pools: Pools,
         transfers: Transfers,
         evictor: Evictor,
-        room: Room,
         settings: TreeSettings,
     ) -> None:
         self._tree = tree
-        self._residency = residency
-        self._matches = matches
+        self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
-        self._room = room
         self._settings = settings
 
     def load_back(self, match: Match, *, wait: bool = True) -> Match:
@@ -47,16 +41,16 @@ class Loads:
         return self._load(match, max(1, match.host_pages), None, wait=True)
 
     def _load(self, match: Match, min_pages: int, max_pages: int | None, *, wait: bool) -> Match:
-        self._matches.check(match)
+        self._tree.check_pinned(match)
         self._transfers.settle_writes(match.node)
         start = self._worth_loading(match, *self._still_there(match.node, match.pages), min_pages, max_pages)
         loaded = self._start(match, *start, min_pages, max_pages)
         if wait:
-            with self._matches.handing_out(loaded):
+            with self._tree.handing_out(loaded):
                 self._wait(loaded)
             arrived = self._arrived(loaded)
             if arrived is not loaded:
-                self._matches.unpin(loaded)
+                self._tree.unpin_match(loaded)
                 loaded = arrived
         return self._evictor.replace(match, loaded)
 
@@ -91,21 +85,21 @@ class Loads:
     def _start(self, match: Match, node: TreeNode, pages: int, min_pages: int, max_pages: int | None) -> Match:
         """Start to load the longest prefix up to ``node`` that the device has room for, and pin it."""
         while True:
-            pinned = self._matches.pin_other(match, node, pages)
+            pinned = self._tree.pin_other(match, node, pages)
             if pinned.on_device:
                 return pinned
             try:
                 if self._try_load(pinned):
-                    return self._matches.pin_other(match, node, pages)
+                    return self._tree.pin_other(match, node, pages)
                 whole = _is_whole(pinned)
             finally:
-                self._matches.unpin(pinned)
+                self._tree.unpin_match(pinned)
             if not whole:  # there is less than it seemed, or more of it to load
                 node, pages = self._still_there(node, pages)
                 continue
             if node.parent is None:
-                return self._matches.pin_other(match, self._tree.root, 0)
-            fitting = pinned.device_pages + self._room.on_device()
+                return self._tree.pin_other(match, self._tree.root, 0)
+            fitting = pinned.device_pages + self._evictor.device_room()
             if self._tree.windows or fitting >= pages:
                 node, pages = self._tree.last_restorable(node.parent, pages - node.pages)
             else:
@@ -117,15 +111,15 @@ class Loads:
         for part in match.host_pin.parts:
             parts.setdefault(part.name, []).append(part)
         # Making room waits for other transfers, so what there is to load is known only when there is room for all.
-        if not (self._room.make_on_device(match.host_pages) and self._make_room_for(parts) and _is_whole(match)):
+        if not (self._evictor.make_device_room(match.host_pages) and self._make_room_for(parts) and _is_whole(match)):
             return False
         nodes = [node for node in match.node.path() if node.device is None][::-1]
         hosts = [unpack(node.host) for node in nodes if node.host is not None]
         windows = [
-            LoadParts(mine, trailing(name, host_indices=self._residency.slots(_host_pages(mine), name)))
+            LoadParts(mine, trailing(name, host_indices=self._pools.slots(_host_pages(mine), name)))
             for name, mine in parts.items()
         ]
-        return self._transfers.load(nodes, self._residency.slots(np.concatenate([NO_PAGES, *hosts])), windows)
+        return self._transfers.load(nodes, self._pools.slots(np.concatenate([NO_PAGES, *hosts])), windows)
 
     def _make_room_for(self, parts: dict[str, list[WindowPart]]) -> bool:
         """Make room on the device for window parts, by pool."""
@@ -134,8 +128,8 @@ class Loads:
                 # What the device has of it is too short, and comes again with the rest.
                 if part.device is not None and part.device_pins:
                     return False
-                self._residency.drop_window(part, device=True)
-            if not self._room.make_for_window(name, sum(part.on_host for part in mine)):
+                self._pools.drop_window(part, device=True)
+            if not self._evictor.make_window_room(name, sum(part.on_host for part in mine)):
                 return False
         return True
 
@@ -172,7 +166,7 @@ class Loads:
             node = node.parent
         if node is match.node:
             return match
-        return self._matches.pin_other(match, node, pages)
+        return self._tree.pin_other(match, node, pages)
 
     def _windows_on_device(self, node: TreeNode) -> bool:
         for name in self._tree.windows:

@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .keys import KEY_BYTES, Tokens
-from .namespaces import NO_USAGE, NamespaceUsage
+from .queue import NO_USAGE, NamespaceUsage
 
 Pages = npt.NDArray[np.int64]
 """Page numbers of one pool on one side."""
 
 NO_PAGES: Pages = np.empty(0, np.int64)
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 PackedPages = int | bytes
 """Page numbers as nodes and window parts keep them: a run of neighbours as one integer, all else as int32.
@@ -45,8 +47,10 @@ def unpack(packed: PackedPages) -> Pages:
     return np.frombuffer(packed, np.int32).astype(np.int64)
 
 
-def packed_count(packed: PackedPages) -> int:
+def packed_count(packed: PackedPages | None) -> int:
     """Count packed page numbers."""
+    if packed is None:
+        return 0
     return packed & _COUNT if isinstance(packed, int) else len(packed) // 4
 
 
@@ -60,11 +64,30 @@ _TO_STORE, _STORED = 16, 32
 """Bits of ``queued``, where they take no memory of their own."""
 
 
-class Storable:
-    """What storage can have a copy of."""
+class Tiered:
+    """What has pages in both tiers, transfers between them, and a copy in storage."""
 
-    __slots__ = ("queued",)
+    __slots__ = ("device", "host", "load", "queued", "write")
     queued: int
+    device: PackedPages | None
+    host: PackedPages | None
+    write: Operation | None
+    load: Operation | None
+
+    def part(self, *, device: bool) -> PackedPages | None:
+        """Return its pages on the device, or on the host."""
+        return self.device if device else self.host
+
+    def transfer(self, *, device: bool) -> Operation | None:
+        """Return the transfer under way to the device, or to the host."""
+        return self.load if device else self.write
+
+    def end_transfer(self, *, device: bool) -> None:
+        """Note that the transfer is over."""
+        if device:
+            self.load = None
+        else:
+            self.write = None
 
     @property
     def stored(self) -> bool:
@@ -145,7 +168,7 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class WindowPart(Storable):
+class WindowPart(Tiered):
     """What a windowed pool (sliding window, recurrent state) keeps of a node: its last pages, on either side.
 
     Attributes
@@ -182,12 +205,12 @@ class WindowPart(Storable):
     @property
     def on_device(self) -> int:
         """Last pages of the node that are there on the device."""
-        return 0 if self.device is None else packed_count(self.device)
+        return packed_count(self.device)
 
     @property
     def on_host(self) -> int:
         """Last pages of the node that are there on the host."""
-        return 0 if self.host is None else packed_count(self.host)
+        return packed_count(self.host)
 
 
 class Needed(NamedTuple):
@@ -198,7 +221,7 @@ class Needed(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class TreeNode(Storable):
+class TreeNode(Tiered):
     """A run of pages that share their prefix.
 
     Attributes

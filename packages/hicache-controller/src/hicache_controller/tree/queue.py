@@ -1,10 +1,13 @@
-"""EvictionQueue: what may leave a tier, the least valuable first; TierQueues: those of both tiers."""
+"""EvictionQueue: what may leave a tier, the least valuable first; NamespaceUsage: a namespace's queues and pages."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from .policies import NO_QUOTA, Quota
 
 Rank = tuple[float, ...]
 """Priority, value where there is one, tick of the last use; lower leaves first."""
@@ -114,3 +117,20 @@ class TierQueues(NamedTuple):
     device: EvictionQueue[Any]
     host: EvictionQueue[Any]
     unsaved: EvictionQueue[Any]
+
+
+@dataclass(eq=False)
+class NamespaceUsage:
+    """Pages of one namespace, and its own eviction queues where it has a quota.
+
+    Its nodes, its matches and its quota keep it alive; it goes with the last of them.
+    """
+
+    quota: Quota = NO_QUOTA
+    queues: TierQueues | None = None
+    device_pages: int = 0
+    host_pages: int = 0
+
+
+NO_USAGE = NamespaceUsage()
+"""That of the root, which has no pages."""

@@ -1,21 +1,25 @@
-"""RadixTree: nodes, what each tier has of them, and what is locked there."""
+"""RadixTree: nodes, what each tier has of them, and the locks and matches that keep it there."""
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from hicache_kernels.validation import whole
 
+from ..engine_calls import EngineCalls
 from ..hashing import Namespace
-from .keys import KEY_BYTES, common_pages, own_tokens
-from .namespaces import NamespaceUsage
+from ..interrupts import interruptibly
+from .keys import KEY_BYTES, Tokens, common_pages, own_tokens
 from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
 from .order import EvictionOrder, namespace_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
+from .queue import NO_USAGE, NamespaceUsage
 from .results import Match
 
 
@@ -36,17 +40,25 @@ class RadixTree:
         Slots a page.
     order
         Queues what becomes an unlocked leaf of a tier.
+    calls
+        The seam to the engine.
+    clock
+        Seconds, for pins with a time to live.
     """
 
-    def __init__(self, page_size: int, order: EvictionOrder) -> None:
+    def __init__(self, page_size: int, order: EvictionOrder, calls: EngineCalls, clock: Callable[[], float]) -> None:
         self.page_size = page_size
         self.order = order
+        self.calls = calls
+        self._clock = clock
         self.windows = order.windows
         self.root = TreeNode(0, None, b"")
         self._next_id = 1
         self._namespaces: WeakValueDictionary[Namespace, NamespaceUsage] = WeakValueDictionary()
         self._limited: dict[Namespace, NamespaceUsage] = {}
         self._references: Counter[tuple[int, bool]] = Counter()
+        self._pinned: set[Match] = set()
+        self._timed: list[tuple[float, int, Match]] = []
 
     def new_id(self) -> int:
         """Return a number for a node or a transfer that no other has."""
@@ -58,6 +70,8 @@ class RadixTree:
         usages = list(self._namespaces.values())
         self.root = TreeNode(0, None, b"")
         self._references.clear()
+        self._pinned.clear()
+        self._timed.clear()
         for queue in self.order.all_queues(usage.queues for usage in usages):
             queue.clear()
         for usage in usages:
@@ -286,6 +300,14 @@ class RadixTree:
         else:
             part.host = joined
 
+    def clear_window(self, part: WindowPart, *, device: bool) -> None:
+        """Forget a part's pages in a tier; the caller frees them."""
+        if device:
+            part.device = None
+        else:
+            part.host, part.stored = None, False
+        self.remove_empty(part)
+
     @staticmethod
     def remove_empty(part: WindowPart) -> None:
         """Take a part that has pages on neither side off its node."""
@@ -352,3 +374,84 @@ class RadixTree:
         if not 0 < pages < node.pages:
             raise ValueError(f"pages is {pages}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
         return self.split(node, pages)
+
+    # Matches
+
+    def pin_match(
+        self,
+        keys: bytes,
+        node: TreeNode,
+        pages: int,
+        *,
+        owner: NamespaceUsage = NO_USAGE,
+        priority: int = 0,
+        tokens: Tokens | None = None,
+    ) -> Match:
+        """Pin the restorable prefix of ``pages`` pages that ends with ``node``."""
+        device_pages, above = pages, node
+        while above.device is None and above.parent is not None:
+            device_pages -= above.pages
+            above = above.parent
+        device_pin, host_pin = self.pin_windows(node)
+        self.lock(above, device=True)
+        if device_pages < pages:
+            self.lock(node, device=False)
+        match = Match(
+            keys, device_pages, pages - device_pages, above, node, device_pin, host_pin, owner, priority, tokens
+        )
+        self._pinned.add(match)
+        return match
+
+    def pin_other(self, match: Match, node: TreeNode, pages: int) -> Match:
+        """Pin another prefix of the same request."""
+        return self.pin_match(match.keys, node, pages, owner=match.owner, priority=match.priority, tokens=match.tokens)
+
+    def check_pinned(self, match: Match) -> None:
+        """Raise ValueError unless the match is pinned."""
+        if match not in self._pinned:
+            raise ValueError("match was released, or another one replaced it; accepted is one that is pinned")
+
+    def unpin_match(self, match: Match) -> None:
+        """Unpin a match."""
+        self.check_pinned(match)
+        self._pinned.remove(match)
+        self.unlock(match.device_node, device=True)
+        if match.host_pages:
+            self.unlock(match.node, device=False)
+        self.unpin(match.device_pin, match.host_pin)
+
+    @contextmanager
+    def handing_out(self, match: Match) -> Iterator[None]:
+        """Unpin a match that the caller does not get, as the block or a callback of the engine raised.
+
+        Interrupts come before and after the block, as one at the end of the call would take its result along.
+        """
+        try:
+            self.raise_pending()
+            yield
+            self.raise_pending()
+        except BaseException:
+            self.unpin_match(match)
+            raise
+
+    def raise_pending(self) -> None:
+        """Raise what a callback of the engine has raised, or an interrupt that has arrived."""
+        self.calls.raise_first()
+        interruptibly(_do_nothing)
+
+    def keep_match(self, match: Match, seconds: float) -> None:
+        """Pin what a match covers once more, for some seconds."""
+        kept = self.pin_other(match, match.node, match.pages)
+        heapq.heappush(self._timed, (self._clock() + seconds, self.new_id(), kept))
+
+    def expire(self) -> int:
+        """Unpin what was to be kept until now; returns how many pins there were."""
+        expired = 0
+        while self._timed and self._timed[0][0] <= self._clock():
+            self.unpin_match(heapq.heappop(self._timed)[2])
+            expired += 1
+        return expired
+
+
+def _do_nothing() -> None:
+    pass

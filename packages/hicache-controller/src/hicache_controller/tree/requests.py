@@ -8,39 +8,25 @@ import numpy as np
 
 from hicache_kernels.validation import whole
 
-from ..engine_calls import EngineCalls
 from ..hashing import Namespace
-from .events import Change, Events, Tier
+from .events import Change, Tier
 from .evictor import Evictor
 from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
 from .loads import Loads
-from .matches import Matches
 from .node import NO_PAGES, Pages, TreeNode, unpack
+from .pools import Pools
 from .radix_tree import RadixTree
-from .residency import Residency
 from .results import InsertResult, Match
 
 
 class Requests:
     """What a request finds in the tree, and adds to it."""
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        residency: Residency,
-        matches: Matches,
-        evictor: Evictor,
-        loads: Loads,
-        events: Events,
-        calls: EngineCalls,
-    ) -> None:
+    def __init__(self, tree: RadixTree, pools: Pools, evictor: Evictor, loads: Loads) -> None:
         self._tree = tree
-        self._residency = residency
-        self._matches = matches
+        self._pools = pools
         self._evictor = evictor
         self._loads = loads
-        self._events = events
-        self._calls = calls
 
     # Lookup
 
@@ -49,17 +35,17 @@ class Requests:
         tokens: Tokens | None = None
         if isinstance(keys, SequenceKeys):
             namespace = keys.namespace if namespace is None else namespace
-            tokens = keys.tokens() if self._events.listener is not None else None
+            tokens = keys.tokens() if self._pools.events.listener is not None else None
             keys = keys.hashes
         blob = join_keys(keys)
         self._tree.order.tick += 1
-        self._matches.expire()
+        self._tree.expire()
         node, matched = self._tree.walk(self._tree.root, blob, 0)
         if self._tree.windows:
             node, matched = self._tree.last_restorable(node, matched)
         owner = self._tree.usage(namespace)
-        match = self._matches.pin(blob, node, matched, owner=owner, priority=priority, tokens=tokens)
-        with self._matches.handing_out(match):
+        match = self._tree.pin_match(blob, node, matched, owner=owner, priority=priority, tokens=tokens)
+        with self._tree.handing_out(match):
             self._evictor.use(match.node, priority)
         return match
 
@@ -99,7 +85,7 @@ class Requests:
         computed_tokens: int | None,
     ) -> InsertResult:
         """Insert computed pages; see :meth:`UnifiedRadixCache.insert`."""
-        self._matches.check(match)
+        self._tree.check_pinned(match)
         count = self._count_to_publish(match, pages, count, computed_tokens)
         for name, given in windows.items():
             if name not in self._tree.windows:
@@ -110,15 +96,13 @@ class Requests:
         self._tree.order.tick += 1
         node, duplicates = self._publish(match, pages[:count])
         parts = [
-            part
-            for name, given in windows.items()
-            for part in self._residency.adopt_window(node, name, given, device=True)
+            part for name, given in windows.items() for part in self._pools.adopt_window(node, name, given, device=True)
         ]
-        result = self._matches.pin_other(match, node, match.pages + count)
+        result = self._tree.pin_other(match, node, match.pages + count)
         self._tree.order.offer_windows(parts)
         if duplicates:
-            self._calls.call(self._residency.free, np.concatenate(duplicates), device=True)
-        with self._matches.handing_out(result):
+            self._pools.calls.call(self._pools.free, np.concatenate(duplicates), device=True)
+        with self._tree.handing_out(result):
             self._evictor.use_inserted(node, match.priority)
         return InsertResult(self._evictor.replace(match, result), sum(map(len, duplicates)))
 
@@ -134,7 +118,7 @@ class Requests:
             own = pages[at - begin : at - begin + child.pages]
             if child.device is None:
                 self._tree.set_part(child, own, device=True)
-                self._events.node(Change.STORED, Tier.DEVICE, child)
+                self._pools.events.node(Change.STORED, Tier.DEVICE, child)
             else:
                 duplicates.append(own)
             node, at = child, at + child.pages

@@ -11,8 +11,8 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from ..storage_tasks import PrefetchOperation
 from .keys import KEY_BYTES, Tokens, key_list
-from .namespaces import NO_USAGE, NamespaceUsage
 from .node import Pages, Pin, TreeNode
+from .queue import NO_USAGE, NamespaceUsage
 
 
 @dataclass(frozen=True, eq=False)

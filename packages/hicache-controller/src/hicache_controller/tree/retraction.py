@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine_calls import EngineCalls
 from .components import trailing
 from .evictor import Evictor
 from .loads import Loads
-from .matches import Matches
-from .node import NO_PAGES, Pages, Pin, TreeNode
+from .node import NO_PAGES, NO_SLOTS, Pages, Pin, TreeNode
+from .pools import Pools
 from .radix_tree import RadixTree
-from .residency import Residency
 from .results import Match, Restored
-from .room import Room
 from .transfers import Transfers
 
 
@@ -39,25 +36,12 @@ class Retraction:
     the group takes the slots of all pools or none.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        residency: Residency,
-        matches: Matches,
-        transfers: Transfers,
-        evictor: Evictor,
-        room: Room,
-        loads: Loads,
-        calls: EngineCalls,
-    ) -> None:
+    def __init__(self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, loads: Loads) -> None:
         self._tree = tree
-        self._residency = residency
-        self._matches = matches
+        self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
-        self._room = room
         self._loads = loads
-        self._calls = calls
         self._requests: dict[str, _Retracted] = {}
 
     @property
@@ -101,11 +85,11 @@ class Retraction:
         """
         kept = self._requests[request_id]
         found = None
-        match = self._matches.pin_other(kept.match, kept.node, kept.match.pages)
+        match = self._tree.pin_other(kept.match, kept.node, kept.match.pages)
         try:
             match = self._loads.load_all(match)
             found = self._load(kept) if match.pages == kept.match.pages else None
-            self._matches.raise_pending()
+            self._tree.raise_pending()
         except BaseException:
             if found is not None:
                 self._free_device(*found)
@@ -128,12 +112,12 @@ class Retraction:
         self._requests.clear()
 
     def _free_host(self, anchor: torch.Tensor, windows: Mapping[str, torch.Tensor]) -> None:
-        self._residency.free_host(anchor, [trailing(name, host_indices=slots) for name, slots in windows.items()])
+        self._pools.free_host(anchor, [trailing(name, host_indices=slots) for name, slots in windows.items()])
 
     def _free_device(self, pages: Pages, windows: Mapping[str, Pages]) -> None:
         for pool, mine in ((None, pages), *windows.items()):
             if len(mine):
-                self._calls.call(self._residency.free, mine, device=True, pool=pool)
+                self._pools.calls.call(self._pools.free, mine, device=True, pool=pool)
 
     def _unpin(self, node: TreeNode, pin: Pin) -> None:
         self._tree.unpin(host_pin=pin)
@@ -153,14 +137,14 @@ class Retraction:
         """Move private pages to the host; None, with nothing taken, if there is no room or the write failed."""
         given = {name: mine for name, mine in windows.items() if len(mine)}
         if not len(pages) and not given:
-            return torch.empty(0, dtype=torch.int64), {}
-        operation, slots = self._transfers.new(), self._residency.slots(pages)
-        transfers = [trailing(name, device_indices=self._residency.slots(mine, name)) for name, mine in given.items()]
+            return NO_SLOTS, {}
+        operation, slots = self._transfers.new(), self._pools.slots(pages)
+        transfers = [trailing(name, device_indices=self._pools.slots(mine, name)) for name, mine in given.items()]
         for name, mine in given.items():
-            self._room.make_for_window_host(name, len(mine))
-        host = self._transfers.queue_write(operation, slots, transfers)
+            self._evictor.make_window_host_room(name, len(mine))
+        host = self._transfers.queue(operation, slots, transfers, device=False)
         if host is None and self._evictor.evict_host(len(pages)):
-            host = self._transfers.queue_write(operation, slots, transfers)
+            host = self._transfers.queue(operation, slots, transfers, device=False)
         if host is None:
             return None
         taken = host, {str(each.name): each.host_indices for each in transfers if each.host_indices is not None}
@@ -171,22 +155,22 @@ class Retraction:
         """Move private pages to the device; None, with nothing taken, if there is no room or the load failed."""
         if not kept.anchor.numel() and not kept.windows:
             return NO_PAGES, {}
-        if not self._room.make_on_device(kept.anchor.numel() // self._tree.page_size):
+        if not self._evictor.make_device_room(kept.anchor.numel() // self._tree.page_size):
             return None
         for name, slots in kept.windows.items():
-            if not self._room.make_for_window(name, len(self._residency.pages(slots, name))):
+            if not self._evictor.make_window_room(name, len(self._pools.pages(slots, name))):
                 return None
         transfers = [trailing(name, host_indices=slots) for name, slots in kept.windows.items()]
         operation = self._transfers.new()
-        device = self._transfers.queue_load(operation, kept.anchor, transfers)
+        device = self._transfers.queue(operation, kept.anchor, transfers, device=True)
         if device is None:
             return None
         self._transfers.start_loading()
         windows = {
-            str(each.name): self._residency.pages(each.device_indices, str(each.name))
+            str(each.name): self._pools.pages(each.device_indices, str(each.name))
             for each in transfers
             if each.device_indices is not None
         }
-        taken = self._residency.pages(device), windows
+        taken = self._pools.pages(device), windows
         arrived = self._transfers.wait_for(operation, lambda: self._free_device(*taken), device=True)
         return taken if arrived else None

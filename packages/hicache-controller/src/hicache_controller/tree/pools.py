@@ -1,4 +1,4 @@
-"""Residency: gives nodes the pages they have in pools, and gives these back."""
+"""Pools: the tree's pages in the pools of both tiers, and the controller that moves them."""
 
 from __future__ import annotations
 
@@ -9,66 +9,92 @@ import torch
 from hicache_pools.pool_transfer import PoolTransfer
 
 from ..controller import HiCacheController
-from ..engine_calls import EngineCalls
 from .components import SlotPages
-from .events import Change, Events, Tier
+from .events import Change, Events, tier
 from .node import Pages, TreeNode, WindowPart, unpack
 from .radix_tree import RadixTree
+from .reclaim import Reclaim
 
 
-class Residency:
-    """What nodes and window parts have in the pools of both tiers.
+class Pools:
+    """What nodes and window parts have in the pools.
 
     A part whose pages the engine does not take back stays as it was, and the engine's error is raised.
+
+    Attributes
+    ----------
+    controller
+        Moves the pages.
+    events
+        Where to report what changes.
+    calls
+        The seam to the engine.
+    reclaim
+        Held while the tree allocates.
+    anchor
+        Name of the anchor's pool.
     """
 
-    def __init__(self, tree: RadixTree, controller: HiCacheController, events: Events, calls: EngineCalls) -> None:
+    def __init__(self, tree: RadixTree, controller: HiCacheController, events: Events) -> None:
         self._tree = tree
-        self._controller = controller
-        self._events = events
-        self._calls = calls
-        self._anchor = SlotPages(tree.page_size)
+        self._converter = SlotPages(tree.page_size)
+        self.controller = controller
+        self.events = events
+        self.calls = tree.calls
+        self.reclaim = Reclaim(alone=not controller.agreement.needed)
+        self.anchor = events.anchor
+
+    # Ranks
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest value of all ranks; this one's if others are lost, as the engine here may go on."""
+        agreement = self.controller.agreement
+        return value if agreement.broken else agreement.smallest([value])[0]
+
+    def on_all_ranks(self, here: bool) -> bool:
+        """Return whether something holds on every rank."""
+        return bool(self.smallest(int(here)))
 
     # Pages and slots
 
     def slots(self, pages: Pages, pool: str | None = None) -> torch.Tensor:
         """Return the slots of pages of the anchor, or of a windowed pool."""
-        return self._converter(pool).slots(pages)
+        return self._converter_of(pool).slots(pages)
 
     def pages(self, slots: torch.Tensor, pool: str | None = None) -> Pages:
         """Return the pages of slots, which may be on the device."""
-        return self._converter(pool).pages(slots.cpu())
+        return self._converter_of(pool).pages(slots.cpu())
 
-    def _converter(self, pool: str | None) -> SlotPages:
-        return self._anchor if pool is None else self._tree.windows[pool].converter
+    def _converter_of(self, pool: str | None) -> SlotPages:
+        return self._converter if pool is None else self._tree.windows[pool].converter
 
     def free(self, pages: Pages, *, device: bool, pool: str | None = None) -> int:
         """Give pages back; returns how many are free now. Others are so once transfers that use them are done."""
-        converter, controller = self._converter(pool), self._controller
+        converter, controller = self._converter_of(pool), self.controller
         slots = converter.slots(pages)
         freed = (controller.evict_device if device else controller.evict_host)(slots, pool=pool)
         return freed // converter.page_size
 
     def free_host(self, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()) -> None:
         """Give back host slots of the anchor and of windowed pools."""
-        self._controller.evict_host(slots)
+        self.controller.evict_host(slots)
         for transfer in transfers:
             if transfer.host_indices is not None:
-                self._controller.evict_host(transfer.host_indices, pool=transfer.name)
+                self.controller.evict_host(transfer.host_indices, pool=transfer.name)
 
     # Nodes
 
     def drop(self, node: TreeNode, *, device: bool) -> int:
         """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
-        packed, moving = (node.device, node.load) if device else (node.host, node.write)
+        packed, moving = node.part(device=device), node.transfer(device=device)
         freed = 0
         if packed is not None:
-            if not device and node.waits_for_storage and not node.stored and self._controller.has_storage:
-                self._controller.storage.skipped(node.pages)
+            if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
+                self.controller.storage.skipped(node.pages)
             freed = self.free(unpack(packed), device=device)
             self._tree.clear_part(node, device=device)
             if moving is None:
-                self._events.node(Change.REMOVED, Tier.DEVICE if device else Tier.HOST, node)
+                self.events.node(Change.REMOVED, tier(device=device), node)
         if not node.present:
             self.remove(node)
         return freed
@@ -77,7 +103,7 @@ class Residency:
         """Take a node out of the tree, with its windows."""
         for part in node.windows:
             for device in (True, False):
-                self._calls.call(self.drop_window, part, device=device)
+                self.calls.call(self.drop_window, part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
@@ -87,10 +113,10 @@ class Residency:
             for part in node.windows:
                 # What a load is still to fill is freed by the controller.
                 if part.device is not None and part.load is None:
-                    self._calls.call(self.free, unpack(part.device), device=True, pool=part.name)
+                    self.calls.call(self.free, unpack(part.device), device=True, pool=part.name)
                 part.device = part.host = None
             if node.device is not None and node.load is None:
-                self._calls.call(self.free, unpack(node.device), device=True)
+                self.calls.call(self.free, unpack(node.device), device=True)
             # Queues and old matches may still hold the node; it has nothing any more.
             node.device = node.host = None
 
@@ -98,18 +124,14 @@ class Residency:
 
     def drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Take one side of a part off its tier; returns its pages."""
-        packed, moving = (part.device, part.load) if device else (part.host, part.write)
+        packed, moving = part.part(device=device), part.transfer(device=device)
         if packed is None:
             return 0
         pages = unpack(packed)
         self.free(pages, device=device, pool=part.name)
-        if device:
-            part.device = None
-        else:
-            part.host, part.stored = None, False
+        self._tree.clear_window(part, device=device)
         if moving is None:
-            self._events.window(Change.REMOVED, Tier.DEVICE if device else Tier.HOST, part, len(pages))
-        self._tree.remove_empty(part)
+            self.events.window(Change.REMOVED, tier(device=device), part, len(pages))
         return len(pages)
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
@@ -141,7 +163,7 @@ class Residency:
             if fresh:
                 before = part.on_device if device else part.on_host
                 self._tree.extend_window(part, mine[:fresh], device=device)
-                self._events.window(Change.STORED, Tier.DEVICE if device else Tier.HOST, part, before + fresh, before)
+                self.events.window(Change.STORED, tier(device=device), part, before + fresh, before)
             self._tree.remove_empty(part)
             parts.append(part)
         return parts
