@@ -17,7 +17,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
 from .failure_log import LogLimit
-from .in_flight import Access, Use
+from .in_flight import Access, PageUse
 from .interrupts import interruptibly
 from .operations import StorageAck
 from .storage.base import HiCacheStorage, RemovalListener
@@ -310,13 +310,13 @@ class StorageLink:
     # Backup
 
     def backup(
-        self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[Use], error: Exception | None = None
+        self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[PageUse], error: Exception | None = None
     ) -> None:
         """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
         attached = self._need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
         before = self._engine.predecessors([(use, accesses) for use in uses])
-        operation = BackupOperation(parts, node_id, before.events, before.sources, uses)
+        operation = BackupOperation(parts, node_id, before.events, before.writers, uses)
         self._backups.append(operation)
         try:
             if error is not None:
@@ -388,7 +388,7 @@ class StorageLink:
 
     # Prefetch
 
-    def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[Use]) -> PrefetchOperation:
+    def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[PageUse]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self._need_backend()
         operation = PrefetchOperation(

@@ -13,9 +13,9 @@ from hicache_pools.pool_transfer import PoolHitPolicy
 
 from .agreement import Agreement
 from .events import Event, HostSignal
-from .in_flight import InFlight, Use
+from .in_flight import InFlight, PageUse
 from .operations import StorageAck
-from .transfer_handle import InFlightOperation, Source
+from .transfer_handle import InFlightOperation, Writer
 from .wait_bound import checked_timeout
 
 
@@ -84,10 +84,10 @@ class StorageTask(InFlightOperation):
         self,
         parts: Sequence[StoragePart],
         after: Sequence[Event],
-        sources: Sequence[Source] = (),
-        uses: Sequence[Use] = (),
+        writers: Sequence[Writer] = (),
+        uses: Sequence[PageUse] = (),
     ) -> None:
-        super().__init__(sources)
+        super().__init__(writers)
         self.parts = tuple(parts)
         self.uses = tuple(uses)
         self.after = tuple(after)
@@ -121,14 +121,14 @@ class StorageTask(InFlightOperation):
             if self._in_flight is not None:
                 self._in_flight.narrow(self, self._uses_of_call())
 
-    def _uses_of_call(self) -> list[Use]:
+    def _uses_of_call(self) -> list[PageUse]:
         pages = self._running
         if pages is None:
             return []
         if pages == slice(None):
             return list(self.uses)
         return [
-            use if use.granules is None else use._replace(granules=use.granules[pages])
+            use if use.pages is None else use._replace(pages=use.pages[pages])
             for part, use in zip(self.parts, self.uses, strict=True)
             if not part.trailing
         ]
@@ -167,10 +167,10 @@ class BackupOperation(StorageTask):
         parts: Sequence[StoragePart],
         node_id: int,
         after: Sequence[Event] = (),
-        sources: Sequence[Source] = (),
-        uses: Sequence[Use] = (),
+        writers: Sequence[Writer] = (),
+        uses: Sequence[PageUse] = (),
     ) -> None:
-        super().__init__(parts, after, sources, uses)
+        super().__init__(parts, after, writers, uses)
         self.node_id = node_id
         self.stored_pages = 0
         self.pool_pages: dict[str, int] = {}
@@ -201,7 +201,7 @@ class PrefetchOperation(StorageTask):
         *,
         agreement: Agreement,
         after: Sequence[Event] = (),
-        uses: Sequence[Use] = (),
+        uses: Sequence[PageUse] = (),
         deadline_seconds: float | None = None,
     ) -> None:
         super().__init__(parts, after, uses=uses)

@@ -228,7 +228,7 @@ class StorageThread(Generic[Task]):
     def _run(self, task: Task) -> None:
         try:
             if self._wait_for(task.after):
-                task.check_sources()
+                task.check_writers()
                 self._work(task)
             else:
                 task.cancelled = True
