@@ -397,7 +397,7 @@ def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made
     model.serve((1, 2))
     model.serve((3, 4))
     # The host has one page left: the write of the child waits for those before it.
-    serving = in_thread(lambda: model.serve((1, 2, 5, 6)))
+    serving = in_thread(lambda: (model.controller.adopt_thread(), model.serve((1, 2, 5, 6))))
     gate.wait_entered()
     gate.failing = gate.single = True
     gate.entered.clear()
@@ -406,6 +406,7 @@ def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made
     gate.failing = gate.single = False
     gate.open()
     serving.join()
+    model.controller.adopt_thread()
     model.cache.drain()
     model.cache.check_integrity()
     assert model.lookup((1, 2, 5, 6)) == (4, 0)
@@ -439,17 +440,17 @@ def test_a_load_that_fails_while_room_is_made_takes_nothing_below_it_along(
     above = model.cache.load_back(model.cache.match_prefix(keys_of(range(4))), wait=False)
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of(range(8)))
-    make_room = model.cache._room.make_on_device
+    make_room = model.cache._evictor.make_device_room
 
     def and_fail(count: int) -> bool:
-        monkeypatch.setattr(model.cache._room, "make_on_device", make_room)
+        monkeypatch.setattr(model.cache._evictor, "make_device_room", make_room)
         gate.open()
         while model.cache._transfers.loads:
             model.cache.poll(wait=True)
         gate.failing = False
         return make_room(count)
 
-    monkeypatch.setattr(model.cache._room, "make_on_device", and_fail)
+    monkeypatch.setattr(model.cache._evictor, "make_device_room", and_fail)
     longer = model.cache.load_back(longer)
     assert longer.pages == 8
     model.verify_match(longer)

@@ -136,7 +136,7 @@ def test_a_load_that_fails_while_room_for_windows_is_made_takes_nothing_below_it
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3, 4)))
     assert (longer.device_pages, longer.host_pages) == (2, 2)
-    once_before(monkeypatch, model.cache._room, "make_for_window", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._evictor, "make_window_room", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     model.cache.check_integrity()
     assert longer.pages == 4
@@ -161,7 +161,7 @@ def test_a_window_whose_load_fails_while_room_is_made_is_loaded_with_the_rest(
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3)))
     assert len(longer.device_pin.parts) == len(longer.host_pin.parts) == 1
-    once_before(monkeypatch, model.cache._room, "make_for_window", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._evictor, "make_window_room", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     assert longer.pages == 3
     model.verify_match(longer)
@@ -188,7 +188,7 @@ def test_a_window_whose_write_fails_while_room_is_made_for_its_load_shortens_the
     assert model.cache._transfers.writes, "the window is on the host alone as far as is known, and its write has failed"
     match = model.cache.match_prefix(keys_of((1, 2)))
     assert match.host_pages == 2
-    once_before(monkeypatch, model.cache._room, "make_on_device", model.cache.drain)
+    once_before(monkeypatch, model.cache._evictor, "make_device_room", model.cache.drain)
     match = model.cache.load_back(match)
     assert match.pages == 0
     model.cache.check_integrity()

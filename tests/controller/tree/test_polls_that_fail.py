@@ -113,7 +113,7 @@ def test_an_allocator_that_does_not_take_pages_back_loses_no_outcome_of_others(
 def test_an_ack_that_nobody_knows_is_passed_over(make_model: MakeModel, keys_of: KeysOf) -> None:
     model = make_model()
     pages = model.cache.alloc_device(1)
-    host = model.controller.write(model.cache._residency.slots(pages), node_id=10**9)
+    host = model.controller.write(model.cache._pools.slots(pages), node_id=10**9)
     insert(model, keys_of((1, 2)))
     model.cache.drain()
     assert model.cache.stats().host_pages == 2
@@ -345,7 +345,7 @@ def test_a_request_is_retracted_though_the_engine_does_not_take_its_pages_back(
     with pytest.raises(MemoryError, match="injected"):
         model.cache.retraction_backup("a", match, pages, windows=windows)
     assert model.cache.retracted == ("a",)
-    assert not model.cache._matches._pinned
+    assert not model.cache._tree._pinned
     model.allocators["kv"].free_pages(pages)
     restored = model.cache.retraction_restore("a")
     model.verify("kv", match.rest(), restored.pages)

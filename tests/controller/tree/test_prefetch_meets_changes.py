@@ -118,13 +118,13 @@ def test_a_page_that_leaves_the_host_while_room_is_made_for_its_load_shortens_th
 ) -> None:
     model = make_model(host_pages=20, storage=MemoryStorage())
     match, _, write = page_on_the_host_below_a_failing_write(model, keys_of((1, 2, 3)))
-    make_room = model.cache._room.make_on_device
+    make_room = model.cache._evictor.make_device_room
 
     def after_the_write(count: int) -> bool:
         finish_writes(model, write)
         return bool(make_room(count))
 
-    monkeypatch.setattr(model.cache._room, "make_on_device", after_the_write)
+    monkeypatch.setattr(model.cache._evictor, "make_device_room", after_the_write)
     match = model.cache.load_back(match)
     assert match.pages == 2
     model.verify_match(match)

@@ -13,7 +13,7 @@ from hicache_pools.pool_transfer import PoolName
 from ..controller import HiCacheController
 from ..forks import refuse_in_forks
 from ..hashing import Namespace
-from ..hybrid import SidecarPoolSpec
+from ..pool_transfers import SidecarPoolSpec
 from ..wait_bound import WaitBound, checked_timeout
 from . import integrity
 from .allocator import PageAllocator, check_device_pages
@@ -111,7 +111,7 @@ class UnifiedRadixCache:
         check_device_pages(group.anchor_entry, device_allocator, page_size)
         refuse_in_forks(self)
         self.controller = controller
-        self.engine_calls = calls = __import__("hicache_controller.engine_calls").engine_calls.EngineCalls("x")
+        self.engine_calls = calls = controller.engine_calls
         self.device_allocator = device_allocator
         self.page_size = page_size
         self.listener = listener

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hicache_pools.group import PoolEntry
 
 from ..controller import HiCacheController
-from ..hybrid import SidecarPoolSpec
+from ..pool_transfers import SidecarPoolSpec
 
 
 def register_sidecar(controller: HiCacheController, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
