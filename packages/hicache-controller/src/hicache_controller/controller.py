@@ -280,11 +280,6 @@ class HiCacheController:
         """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
         return self._loads.poll(wait)
 
-    def kept_acks(self) -> tuple[list[Ack], list[Ack]]:
-        """Return, at once, the acks of writes and of loads that a poll which raised has kept for the next."""
-        self.engine_calls.check_thread()
-        return self._writes.take_acks(), self._loads.take_acks()
-
     # Cancel and evict
 
     def cancel_write(self, node_id: int) -> bool:
