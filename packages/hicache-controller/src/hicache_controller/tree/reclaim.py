@@ -16,9 +16,9 @@ class Reclaim:
     """Callbacks of pool entries, and when they may evict.
 
     An allocation of the engine that finds a pool short calls back, and the tree evicts. An allocation of the tree calls
-    back as well, in the midst of its own work; there the tree has made what room it can before, and nothing is evicted
-    under its hands. The same holds for a thread other than the one that uses the tree, as the tree is not thread-safe,
-    and where ranks keep equal trees: the others know nothing of this one's pool.
+    back as well; then nothing is evicted, as the tree has made what room it can before, and is in the middle of its own
+    work. Nor is anything evicted on a thread other than the one that uses the tree, as the tree is not thread-safe, or
+    if ranks keep equal trees: the others know nothing of this one's pool.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Reclaim:
         evict_host: Callable[[int], object],
         evict_device: Callable[[int], object],
     ) -> None:
-        """Set an entry's callbacks, in place of those of a tree before, but never of one that the engine has set.
+        """Set an entry's callbacks. They replace those of an earlier tree, never those that the engine has set.
 
         Parameters
         ----------
