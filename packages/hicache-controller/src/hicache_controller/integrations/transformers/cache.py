@@ -18,8 +18,7 @@ from hicache_kernels.validation import finite, whole
 
 from ...forks import refuse_in_forks
 from ...hashing import Namespace
-from ...storage import Fingerprint, HiCacheStorage
-from ...storage.file import FileStorage
+from ...storage import FileStorage, Fingerprint, HiCacheStorage
 from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint
