@@ -64,11 +64,12 @@ def test_a_forked_child_that_uses_the_cache_gets_an_error_that_names_the_fork(pa
 
 def test_parts_of_a_cache_refuse_in_a_forked_child_by_themselves(parent):
     controller = parent.controller
-    engine, counter, lane = controller.engine, controller.layer_done_counter, controller.engine._lanes.device_to_host
+    engine, counter = controller.engine, controller.layer_done_counter
+    (worker, _) = (lane.worker for lane in engine._lanes.values())
     for use in (
         lambda: engine.drain(),
         lambda: engine.close(1),
-        lambda: lane.submit(None, ()),
+        lambda: worker.submit(None),
         lambda: counter.wait_until(0),
         lambda: parent.storage.batch_exists(parent.page_keys),
     ):

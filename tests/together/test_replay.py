@@ -212,14 +212,14 @@ def test_flipped_byte_in_l3_is_a_counted_miss(chats: list[TraceRequest], tmp_pat
 def test_wrong_byte_from_storage_ends_the_command_with_code_1_and_the_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load = MemoryStorage._load
+    load = MemoryStorage.load_pages
 
     def load_with_a_flipped_bit(self: MemoryStorage, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> Any:
         loaded = load(self, pool, keys, pages)
         pool.pool.page_memory(pages[-1])[-1][-1] ^= 1
         return loaded
 
-    monkeypatch.setattr(MemoryStorage, "_load", load_with_a_flipped_bit)
+    monkeypatch.setattr(MemoryStorage, "load_pages", load_with_a_flipped_bit)
     run = hicache("replay", "--requests", "100", "--storage", "memory", "--page-size", "4", "--block-tokens", "4")
     assert run.exit_code == 1
     assert re.search(r"wrong bytes: page \d+ .* position 3, layer 3, component 1, byte 63: 0x.. where 0x..", run.stderr)

@@ -233,7 +233,7 @@ def test_flipped_byte_in_l2_is_found_in_every_pool_and_names_it(chats: list[Trac
 def test_wrong_last_byte_from_storage_is_found_in_every_pool(
     chats: list[TraceRequest], monkeypatch: pytest.MonkeyPatch, pool: str, name: str
 ) -> None:
-    load = MemoryStorage._load
+    load = MemoryStorage.load_pages
 
     def load_with_a_flipped_bit(self: MemoryStorage, into: RegisteredPool, keys: list[bytes], pages: list[int]) -> Any:
         loaded = load(self, into, keys, pages)
@@ -241,7 +241,7 @@ def test_wrong_last_byte_from_storage_is_found_in_every_pool(
             into.pool.page_memory(pages[-1])[-1][-1] ^= 1
         return loaded
 
-    monkeypatch.setattr(MemoryStorage, "_load", load_with_a_flipped_bit)
+    monkeypatch.setattr(MemoryStorage, "load_pages", load_with_a_flipped_bit)
     with pytest.raises(VerificationError, match=rf"pool {name}, key"):
         run(chats, options_for(chats, pool, storage="memory"))
 

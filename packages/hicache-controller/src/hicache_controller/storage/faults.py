@@ -75,13 +75,19 @@ class FaultyStorage(HiCacheStorage):
         super().close()
         self.inner.close()
 
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
-        self._wait()
-        return self.inner._present(self.inner._pool(pool.name), keys, leading=leading)
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return the digest of the storage inside."""
+        return self.inner.format_digest(pool)
 
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Ask the storage inside."""
         self._wait()
-        loaded = self.inner._load(self.inner._pool(pool.name), keys, pages)
+        return self.inner.find_pages(self.inner._pool(pool.name), keys, leading=leading)
+
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Load from the storage inside, and damage every n-th page."""
+        self._wait()
+        loaded = self.inner.load_pages(self.inner._pool(pool.name), keys, pages)
         for i, page in enumerate(pages):
             if self._load_every and next(self._loads) % self._load_every == 0:
                 loaded[i] = False
@@ -89,23 +95,25 @@ class FaultyStorage(HiCacheStorage):
                     view[:] = os.urandom(len(view))
         return loaded
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        """Store in the storage inside, refuse every n-th page, and flip a bit in some."""
         self._wait()
         fine = [i for i in range(len(keys)) if not self._store_every or next(self._stores) % self._store_every]
         stored = [False] * len(keys)
         if fine:
             of_those = [keys[i] for i in fine], [pages[i] for i in fine], [parents[i] for i in fine]
-            for i, done in zip(fine, self.inner._store(self.inner._pool(pool.name), *of_those), strict=True):
+            for i, done in zip(fine, self.inner.store_pages(self.inner._pool(pool.name), *of_those), strict=True):
                 stored[i] = done
         for key, done in zip(keys, stored, strict=True):
             if done and self._flip_every and next(self._flips) % self._flip_every == 0:
                 self._flip_bit(key, pool.name)
         return stored
 
-    def _tell_removed(self) -> None:
-        self.inner._tell_removed()
+    def report_removed(self) -> None:
+        """Report what the storage inside removed."""
+        self.inner.report_removed()
 
     def _flip_bit(self, key: bytes, name: str) -> None:
         if not isinstance(self.inner, FileStorage):

@@ -455,7 +455,7 @@ def _check_fingerprint(backend: HiCacheStorage, fingerprint: Fingerprint, tiers:
     for entry in tiers.group.entries:
         if entry.device_pool is None:
             continue
-        digest = backend._pool_digest(entry.host_pool)
+        digest = backend.format_digest(entry.host_pool)
         # A backend that keeps no fingerprints gives none.
         if digest and digest != fingerprint.pool_digest(entry.host_pool.geometry):
             raise ValueError(
