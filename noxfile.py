@@ -126,7 +126,7 @@ def controller(session: nox.Session) -> None:
 
 @nox.session
 def together(session: nox.Session) -> None:
-    """Run the tests of all three packages at work, of what imports what, and the GPU tests (which skip without a GPU)."""
+    """Run the tests of the sources, of all three packages at work, and on a GPU (which skip where there is none)."""
     extras = "[mooncake,plot,prometheus,transformers]"
     install_wheels(session, *PACKAGES, extras=extras, with_=(*TEST_TOOLS, "peft>=0.21"))
     pytest(session, "tests/house", "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
