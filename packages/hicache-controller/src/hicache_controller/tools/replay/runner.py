@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shutil
 import tempfile
 import time
@@ -18,8 +19,7 @@ from ...hashing import page_hashes
 from ...hybrid import HybridCacheController
 from ...metrics import MetricsSnapshot
 from ...radix import Match, Pages, UnifiedRadixCache
-from ...storage import Fingerprint, HiCacheStorage, MemoryStorage
-from ...storage.file import FileStorage
+from ...storage import FileStorage, Fingerprint, HiCacheStorage, MemoryStorage, StorageBackendFactory
 from ...storage.mooncake import MooncakeStorage
 from ...storage_link import StorageSettings
 from ...storage_worker import PrefetchPolicy
@@ -239,6 +239,8 @@ class Replay:
                 store.close()
                 raise ReplayError(f"mooncake_master is {options.mooncake_master}, and no master answers there")
             return store
+        if options.storage != "file":
+            return _other_storage(options, fingerprint)
         directory = options.l3_dir
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
@@ -277,6 +279,16 @@ class Replay:
             path = report.paths[name]
             path.bytes = count
             path.seconds = _seconds(metrics, "storage_seconds", operation=operation)
+
+
+def _other_storage(options: ReplayOptions, fingerprint: Fingerprint) -> HiCacheStorage:
+    """Make a backend that is not ours."""
+    try:
+        taken = inspect.signature(StorageBackendFactory.load(options.storage)).parameters
+        given = {"fingerprint": fingerprint} if "fingerprint" in taken else {}
+        return StorageBackendFactory.create(options.storage, **given | dict(options.storage_options))
+    except (ImportError, TypeError, ValueError) as error:
+        raise ReplayError(str(error)) from None
 
 
 def _controller(model: ReplayModel, options: ReplayOptions) -> HiCacheController:
