@@ -56,7 +56,7 @@ def test_an_entry_point_of_an_installed_package_names_a_backend(installed):
     installed("shelves", **{name: "hicache_controller.storage.memory:MemoryStorage"})
     assert name in StorageBackendFactory.names()
     assert isinstance(StorageBackendFactory.create(name, capacity_bytes=5), MemoryStorage)
-    with pytest.raises(ValueError, match="which is hicache_controller.storage.memory:MemoryStorage already"):
+    with pytest.raises(ValueError, match=r"which is hicache_controller.*MemoryStorage already"):
         StorageBackendFactory.register(name, "a:B")
     with pytest.raises(
         ValueError, match=f"accepted are .*{name}.*, a name of an entry point in the group hicache.stor"
