@@ -4,8 +4,10 @@ import pytest
 from tests.conftest import needs
 
 from hicache_controller.controller import HiCacheController
+from hicache_controller.devices import CpuDevice
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.transfer_handle import L2Transfer
+from hicache_kernels import TransferResult
 
 
 class Recorder:
@@ -81,9 +83,17 @@ def test_a_load_in_one_call_has_the_quota_too(make_stack, monkeypatch, quota):
     stack = make_stack()
     device, host = stack.alloc(2), stack.host_pool.alloc(8)
     seen = []
-    monkeypatch.setattr(stack.host_pool, "load_to_device_all_layer", lambda *_, **options: seen.append(options))
+
+    def load_all(*_, **options):
+        seen.append(options)
+        return TransferResult("staged", "", 0, 0, None, None, 0)
+
+    monkeypatch.setattr(CpuDevice, "loads_whole_pools", True)
+    monkeypatch.setattr(stack.host_pool, "load_to_device_all_layer", load_all)
     transfer = L2Transfer("kv", stack.host_pool, stack.device_pool, host, device, (0, 1, 2), block_quota=quota)
-    transfer.load_whole_pool()
+    handle = stack.controller.engine.submit_host_to_device([transfer], layers=3)
+    handle.host_ready.synchronize()
+    assert handle.error is None
     assert seen == [{"layer_events": True} | ({} if quota is None else {"block_quota": quota})]
 
 

@@ -51,7 +51,7 @@ def test_a_load_that_fails_in_the_middle_is_not_marked_loaded(make_stack, layer,
 
 
 def test_failed_loads_are_told_until_reset_in_bounded_memory(monkeypatch):
-    monkeypatch.setattr(layer_done, "_MOST_FAILURES", 3)
+    monkeypatch.setattr(layer_done, "_MAX_FAILURES", 3)
     counter = LayerDoneCounter(1)
     consumers = [counter.register([COMPLETED], lambda: None) for _ in range(6)]
     for consumer in consumers:
@@ -102,10 +102,13 @@ def test_what_cannot_be_queued_takes_no_slots(make_stack, monkeypatch, direction
     device = stack.alloc(2)
     used = stack.used()
 
-    def broken(*args, **kwargs):
-        raise MemoryError("injected")
+    class Broken(list):
+        """A list that cannot grow."""
 
-    monkeypatch.setattr(controller, "_transfers", broken)
+        def append(self, operation):
+            raise MemoryError("injected")
+
+    monkeypatch.setattr(controller._writes if direction == "write" else controller._loads, "waiting", Broken())
     with pytest.raises(MemoryError, match="injected"):
         controller.write(device, node_id=1) if direction == "write" else controller.load(host, node_id=1)
     monkeypatch.undo()
@@ -492,15 +495,15 @@ def test_an_operation_that_cannot_be_started_does_not_fail_those_it_was_merged_w
     devices = [stack.alloc(1) for _ in range(3)]
     rows = [stack.compute(device) for device in devices]
     hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
-    make = stack.controller._transfers
+    make = stack.controller._plan.transfers
 
-    def broken(operation, *, load):
+    def broken(operation):
         if operation.node_ids == (0,):
             raise ValueError("released meanwhile")
-        return make(operation, load=load)
+        return make(operation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stack.controller, "_transfers", broken)
+        patch.setattr(stack.controller._plan, "transfers", broken)
         stack.controller.start_writing()
     acks = stack.controller.poll_writes(wait=True)
     assert {ack.node_ids: str(ack.error) for ack in acks} == {(0,): "released meanwhile", (1, 2): "None"}

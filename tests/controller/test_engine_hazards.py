@@ -3,7 +3,9 @@
 import pytest
 
 from hicache_controller.events import HostSignal, wait_until_done
+from hicache_controller.operations import CacheOperation
 from hicache_controller.transfer_handle import Guards
+from hicache_kernels.staging import Direction
 
 guarded = pytest.mark.parametrize("guard", [True, False], ids=["guard", "no_guard"])
 
@@ -54,6 +56,7 @@ def test_compute_overwrites_rows_only_after_write_back_read_them(make_stack, in_
     assert is_blocked(compute) is guard
     gate.open()
     compute.join()
+    stack.controller.adopt_thread()
     stack.controller.poll_writes(wait=True)
     assert stack.same(stack.loaded(host), rows) is guard
 
@@ -70,6 +73,7 @@ def test_device_slots_are_given_back_only_after_write_back_read_them(make_stack,
     gate.wait_entered()
 
     def reuse():
+        stack.controller.adopt_thread()
         stack.controller.evict_device(device)
         slots = stack.alloc(4)
         stack.compute(slots)
@@ -79,6 +83,7 @@ def test_device_slots_are_given_back_only_after_write_back_read_them(make_stack,
     assert is_blocked(compute) is guard
     gate.open()
     compute.join()
+    stack.controller.adopt_thread()
     stack.controller.poll_writes(wait=True)
     assert stack.same(stack.loaded(host), rows) is guard
 
@@ -231,7 +236,8 @@ def test_prefetch_fills_host_slots_only_after_others_used_them(make_stack):
 
 
 def transfers_of(stack, host, device, *, load):
-    return list(stack.controller._layer_plan().transfers(stack.entry, host, device, io_backend="kernel", load=load))
+    direction = Direction.LOAD if load else Direction.WRITE_BACK
+    return stack.controller._plan.transfers(CacheOperation(host, device, (), direction=direction))
 
 
 def test_load_fills_slots_only_after_a_write_back_read_them(make_stack):

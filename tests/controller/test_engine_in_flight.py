@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from hicache_controller.devices import CpuDevice, HostClock
 from hicache_controller.events import COMPLETED, HostSignal, StreamSignal, wait_until_done
-from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
+from hicache_controller.in_flight import Access, InFlight, PageUse, PoolSide, pages_of
 from hicache_kernels import TransferResult
 
-PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
+SIDES = [PoolSide("a", "host"), PoolSide("a", "device"), PoolSide("b", "host")]
 uses = st.builds(
-    lambda place, access, pages: Use(place, access, None if pages is None else np.array(sorted(pages), dtype=np.int64)),
-    st.sampled_from(PLACES),
+    lambda side, access, pages: PageUse(
+        side, access, None if pages is None else np.array(sorted(pages), dtype=np.int64)
+    ),
+    st.sampled_from(SIDES),
     st.sampled_from(Access),
     st.none() | st.sets(st.integers(0, 20), max_size=6),
 )
@@ -27,7 +29,7 @@ uses = st.builds(
 )
 def test_users_are_those_of_a_plain_model(steps, question, accesses):
     tracked: InFlight[int] = InFlight()
-    model: dict[int, list[Use]] = {}
+    model: dict[int, list[PageUse]] = {}
     for owner, owned in steps:
         if owner in model:
             tracked.remove(owner)
@@ -38,30 +40,30 @@ def test_users_are_those_of_a_plain_model(steps, question, accesses):
         tracked.check_integrity()
 
     def meets(use):
-        if use.place != question.place or use.access not in accesses:
+        if use.side != question.side or use.access not in accesses:
             return False
-        if use.granules is None or question.granules is None:
+        if use.pages is None or question.pages is None:
             # What is not known may be anything, but nothing meets an operation without slots.
-            other = question if use.granules is None else use
-            return other.granules is None or len(other.granules) > 0
-        return bool(set(use.granules.tolist()) & set(question.granules.tolist()))
+            other = question if use.pages is None else use
+            return other.pages is None or len(other.pages) > 0
+        return bool(set(use.pages.tolist()) & set(question.pages.tolist()))
 
     assert tracked.users(question, accesses) == [owner for owner, owned in model.items() if any(map(meets, owned))]
-    if question.granules is not None:
+    if question.pages is not None:
         busy = [
             any(
-                use.place == question.place and (use.granules is None or page in use.granules)
+                use.side == question.side and (use.pages is None or page in use.pages)
                 for owned in model.values()
                 for use in owned
             )
-            for page in question.granules.tolist()
+            for page in question.pages.tolist()
         ]
-        assert tracked.busy(question.place, question.granules).tolist() == busy
+        assert tracked.busy(question.side, question.pages).tolist() == busy
 
 
 @given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 5), st.sampled_from([torch.int64, torch.int32]))
 def test_pages_of_slots_are_each_page_once(slots, page_size, dtype):
-    pages = page_granules(torch.tensor(slots, dtype=dtype), page_size)
+    pages = pages_of(torch.tensor(slots, dtype=dtype), page_size)
     if page_size == 1:
         assert sorted(pages.tolist()) == sorted(slots)
     else:
@@ -71,7 +73,7 @@ def test_pages_of_slots_are_each_page_once(slots, page_size, dtype):
 def test_whole_pages_keep_their_order():
     pages = torch.randperm(9)
     slots = (pages[:, None] * 4 + torch.arange(4)).reshape(-1)
-    assert page_granules(slots, 4).tolist() == pages.tolist()
+    assert pages_of(slots, 4).tolist() == pages.tolist()
 
 
 def test_an_operation_is_tracked_once():
@@ -233,6 +235,6 @@ def test_who_sees_that_a_transfer_is_over_finds_it_timed_and_counted(make_stack,
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_pages_stay_what_they_were_when_the_index_tensor_changes(page_size, dtype):
     slots = torch.arange(8, 16, dtype=dtype)
-    pages = page_granules(slots, page_size)
+    pages = pages_of(slots, page_size)
     slots += 8
     assert pages.tolist() == list(range(8 // page_size, 16 // page_size))

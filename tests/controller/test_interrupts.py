@@ -216,11 +216,13 @@ def test_an_interrupt_at_any_line_of_an_inline_load_loses_nothing(make_stack, mo
     assert stack.used() == (0, 0)
 
 
-def test_what_an_interrupted_engine_has_begun_to_move_stays_in_its_books(make_stack, monkeypatch, interrupted_at):
+def test_what_an_interrupted_engine_has_begun_to_move_stays_in_flight(make_stack, monkeypatch, interrupted_at):
     monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
     stack = make_stack()
-    moved, write_back = [], L2Transfer.write_back
-    monkeypatch.setattr(L2Transfer, "write_back", lambda self: moved.append(self) or write_back(self))
+    moved, write_back = [], stack.host_pool.backup_from_device_all_layer
+    monkeypatch.setattr(
+        stack.host_pool, "backup_from_device_all_layer", lambda *given: moved.append(given) or write_back(*given)
+    )
     engine, nth, came = L2TransferEngine("cpu", queue_inline=True), 0, True
     host, device = stack.group.alloc(2 * stack.page_size), stack.alloc(2)
     while came:

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from hicache_controller.operations import CacheOperation
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.transfer_handle import Guards
 
@@ -204,8 +205,7 @@ def test_write_back_into_slots_a_load_reads_waits_for_it(make_stack, guard, poli
     stack.spin(stack.host_to_device_stream)
     target = stack.controller.load(host, node_id=1)
     stack.controller.start_loading()
-    plan = stack.controller._layer_plan()
-    transfers = list(plan.transfers(stack.entry, host, other, io_backend="kernel", load=False))
+    transfers = stack.controller._plan.transfers(CacheOperation(host, other, ()))
     handle = stack.controller.engine.submit_device_to_host(transfers)
     handle.host_ready.synchronize()
     stack.controller.poll_loads(wait=True)

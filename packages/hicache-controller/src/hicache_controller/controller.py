@@ -1,4 +1,4 @@
-"""HiCacheController: transfers of a model's pages between device and host, and on to storage and back."""
+"""HiCacheController: transfers of a model's pages between device, host and storage."""
 
 from __future__ import annotations
 
@@ -7,79 +7,100 @@ from typing import Any
 
 import torch
 
+from hicache_kernels.staging import Direction
+from hicache_kernels.validation import seconds
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.pool_transfer import PoolTransfer
+from hicache_pools.pool_transfer import PoolName, PoolTransfer
 
-from .in_flight import Access, Place, Side, Use, page_granules
-from .indices import own_indices
+from .agreement import Agreement
+from .engine_calls import EngineCalls
+from .events import Event
+from .forks import refuse_in_forks
+from .in_flight import Access
+from .indices import check_device_indices, own_indices
+from .interrupts import interruptibly
+from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
+from .layer_map import TransferPlan, checked_quota, device_of, layer_plan
 from .metrics import Metrics
-from .operations import StorageAck
-from .storage_link import StorageLink, StorageSettings
-from .storage_tasks import PrefetchOperation, StoragePart
-from .storage_worker import ANCHOR, StorageBackend
-from .transfer_controller import TransferController
+from .operation_queue import OperationQueue
+from .operations import Ack, CacheOperation, StorageAck
+from .pool_transfers import SidecarPoolSpec, StorageParts, prepare_transfers, storage_parts, with_sidecars
+from .slots import Slots
+from .storage.generic import StorageBackend
+from .storage_link import StorageLink
+from .storage_settings import StorageSettings
+from .storage_tasks import PrefetchOperation
+from .transfer_engine import L2TransferEngine
 from .transfer_handle import Guards
 from .wait_bound import WaitBound, checked_timeout
 
 
-class HiCacheController(TransferController):
-    """Transfers of the anchor's pages between device, host and storage.
+class HiCacheController:
+    """Transfers of a model's pages between device, host and storage.
 
-    Slots are the caller's once an operation is acked without an error. Until then they are in flight; of an operation
-    that fails or is cancelled, the slots the controller took for it (host slots of a write, device slots of a load) go
-    back by themselves, and the caller forgets them. Calls come from one thread, the engine's scheduler; none waits for
-    storage longer than ``StorageSettings.max_wait_seconds``, except those that take a ``timeout``.
+    Slots are the caller's once an operation is acked without an error; until then they are in flight. Of an operation
+    that fails or is cancelled, the slots that the controller took for it (host slots of a write, device slots of a
+    load) are freed, and the caller forgets them. No call waits for storage longer than
+    ``StorageSettings.max_wait_seconds``, except those that take a ``timeout``.
+
+    One thread makes the calls: that of the first call, or of the last :meth:`adopt_thread`. Calls from others raise
+    RuntimeError, except :meth:`shutdown`; ``metrics`` and the waits of ``layer_done_counter`` are for any thread. What
+    a callback of the engine raises comes out at the end of the call, when all else is done; of several errors the
+    first.
+
+    Indices are integer slots ``[n]``, whole pages in order. Those on CPU are checked and copied, so the tensor is the
+    caller's again at once. Those on a device are not read: transfers of all slots are then assumed to meet, and the
+    tensor must stay as it is until the ack. ``pool_transfers`` are the parts of an operation in pools other than the
+    anchor, all or nothing: one a pool, with indices or the pool it derives them from. What the controller fills in is
+    the caller's with an ack without error, and None again where the operation fails.
 
     Parameters
     ----------
     host_group
-        The pools. The anchor's entry needs ``device_alloc_fn`` and ``device_free_fn`` for loads.
+        The pools. Loads need ``device_alloc_fn`` and ``device_free_fn`` in the entries.
+    sidecars
+        Pools that take part in every operation without being named in it.
     synchronous
         Complete every operation before the call that starts it returns; for simulations on CPU pools.
     queue_inline
         Queue the transfers of pools on a GPU in the thread that starts them, unless they have to wait for another
-        thread first. That saves the hand-over to a thread, and takes that thread's time: for engines without a
-        scheduler that must not be held up. What the CPU moves itself goes by a thread all the same.
+        thread first: for engines without a scheduler that must not be held up.
     io_backend
-        ``"kernel"`` or ``"direct"``, handed to the pools.
+        ``"kernel"`` or ``"direct"``, passed to the pools.
     write_block_quota, load_block_quota
-        Most CTAs that a write-back, and a load-back, may hold while bytes cross the bus; 0 forbids it, None leaves it
-        to the pools. May be set between calls, such as to a small number while decoding: transfers started later keep
-        it.
+        Most CTAs that a transfer may hold while bytes cross the bus; 0 forbids it, None leaves it to the pools. May be
+        set between calls; transfers started later keep it.
     storage
         Sizes, limits and policies of backup and prefetch.
-    distributed_group
+    distributed_group, distributed_timeout
         A torch.distributed group with CPU tensors whose ranks schedule the same requests: hit counts, and which acks
-        are returned, are then the same on all of them.
-    distributed_timeout
-        Seconds after which a silent rank counts as dead.
-    metrics
-        Where to count; a new one by default.
-    guards
-        For tests: hazards left open.
+        are returned, are then the same on all of them. Seconds after which a silent rank counts as dead.
+    metrics, guards
+        Where to count, by default a new one; for tests, hazards left open.
 
     Attributes
     ----------
     mem_pool_host, host_group
         The group.
-    storage_host_pool
-        The anchor's physical pool, which storage works on.
     layer_done_counter
         Where a forward pass waits for the layers of a load.
     metrics, engine, storage
         Parts an engine may read.
+    engine_calls
+        The thread of the calls and the errors of callbacks; a tree over the controller shares it.
 
     Raises
     ------
-    ValueError, TypeError
-        If the pools are on a device and ``synchronous`` is set, a layer mapper does not cover its pool, or a quota or
-        the timeout is not a number in its range.
+    ValueError, TypeError, KeyError
+        If a layer mapper does not cover its pool, ``synchronous`` is set with pools on a device, a number is out of its
+        range, or a sidecar is not in the group.
     """
 
     def __init__(
         self,
         host_group: HostPoolGroup,
         *,
+        sidecars: Sequence[SidecarPoolSpec] = (),
         synchronous: bool = False,
         queue_inline: bool = False,
         io_backend: str = "kernel",
@@ -91,42 +112,267 @@ class HiCacheController(TransferController):
         metrics: Metrics | None = None,
         guards: Guards | None = None,
     ) -> None:
-        super().__init__(
-            host_group,
+        refuse_in_forks(self)
+        self.mem_pool_host = self.host_group = host_group
+        self.sidecars: tuple[SidecarPoolSpec, ...] = ()
+        for spec in sidecars:
+            self.add_sidecar(spec)
+        self.metrics = metrics if metrics is not None else Metrics()
+        self._plan = TransferPlan(host_group, io_backend)
+        self.write_block_quota = write_block_quota
+        self.load_block_quota = load_block_quota
+        self.layer_done_counter = LayerDoneCounter(self._plan.layers)
+        self.engine = L2TransferEngine(
+            device_of(host_group),
             synchronous=synchronous,
             queue_inline=queue_inline,
-            io_backend=io_backend,
-            write_block_quota=write_block_quota,
-            load_block_quota=load_block_quota,
-            distributed_group=distributed_group,
-            distributed_timeout=distributed_timeout,
-            metrics=metrics,
+            metrics=self.metrics,
             guards=guards,
         )
-        self.storage = StorageLink(
-            self.engine,
-            self.agreement,
-            settings=storage if storage is not None else StorageSettings(),
-            synchronous=synchronous,
-        )
+        self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
+        self.engine_calls = EngineCalls("controller")
+        self._slots = Slots(host_group, self.engine, self.engine_calls)
+        parts = (self._plan, self.engine, self._slots, self.layer_done_counter, self.agreement, self.engine_calls)
+        self._writes, self._loads = (OperationQueue(direction, *parts) for direction in Direction)
+        settings = storage if storage is not None else StorageSettings()
+        self.storage = StorageLink(self.engine, self.agreement, settings=settings, synchronous=synchronous)
+        self._closed = self._stopped = False
+        self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
+        self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
+
+    def adopt_thread(self) -> None:
+        """Let the calling thread make the calls from now on; RuntimeError while another one is in a call."""
+        self.engine_calls.adopt_thread()
 
     # Pools
 
     @property
+    def write_block_quota(self) -> int | None:
+        """Most CTAs of the write-backs started from now on."""
+        return self._plan.quotas[Direction.WRITE_BACK]
+
+    @write_block_quota.setter
+    def write_block_quota(self, quota: int | None) -> None:
+        self._plan.quotas[Direction.WRITE_BACK] = checked_quota("write_block_quota", quota)
+
+    @property
+    def load_block_quota(self) -> int | None:
+        """Most CTAs of the load-backs started from now on."""
+        return self._plan.quotas[Direction.LOAD]
+
+    @load_block_quota.setter
+    def load_block_quota(self, quota: int | None) -> None:
+        self._plan.quotas[Direction.LOAD] = checked_quota("load_block_quota", quota)
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page of the anchor."""
+        return self.host_group.page_size
+
+    @property
+    def layer_num(self) -> int:
+        """Layers that ``layer_done_counter`` counts: the model's, then those of packed drafts."""
+        return self._plan.layers
+
+    @property
     def storage_host_pool(self) -> Any:
-        """The anchor's physical host pool."""
+        """The anchor's physical host pool, which storage works on."""
         return self.host_group.anchor_entry.host_pool
 
     def add_entry(self, entry: PoolEntry) -> None:
         """Add a pool to the group, and to the storage if one is attached.
 
+        ValueError or TypeError, with nothing changed, as :meth:`HostPoolGroup.add_entry`, or where the layer mapper
+        does not cover the pool.
+        """
+        self._check_open()
+        layer_plan([entry])
+        self.host_group.add_entry(entry)
+        self._plan.update()
+        self.layer_done_counter.layers = self._plan.layers
+        self.storage.register_sidecar(str(entry.name), entry.host_pool)
+
+    def add_sidecar(self, spec: SidecarPoolSpec) -> None:
+        """Let a pool of the group take part in every operation from now on; KeyError if it is not in the group."""
+        self.host_group.get_entry(spec.pool_name)
+        self.host_group.get_entry(spec.indices_from_pool)
+        self.sidecars = (*self.sidecars, spec)
+
+    # Writes
+
+    def write(
+        self,
+        device_indices: torch.Tensor,
+        *,
+        node_id: int,
+        ready_event: Event | None = None,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Queue a write-back; :meth:`start_writing` starts it.
+
+        Parameters
+        ----------
+        device_indices
+            Slots of the anchor; empty where only other pools move.
+        node_id
+            Comes back in the ack.
+        ready_event
+            Event after which the rows are valid. By default: the work on the current stream at this call.
+        pool_transfers
+            With device indices; their host indices are filled in.
+
+        Returns
+        -------
+        torch.Tensor or None
+            The anchor's host slots, int64 ``[n]`` on CPU; None, with nothing changed, where a pool has no room.
+
         Raises
         ------
-        ValueError, TypeError
-            As :meth:`HostPoolGroup.add_entry`; or the layer mapper does not cover the pool, and nothing was changed.
+        ValueError, KeyError
+            If indices are not whole pages, are out of range, or have a slot twice, or the group has no such pool.
+        RuntimeError
+            If the controller is closed, or the slots are those of a load that has not been started.
         """
-        super().add_entry(entry)
-        self.storage.register_sidecar(str(entry.name), entry.host_pool)
+        with self.engine_calls:
+            self._check_open()
+            anchor, count = self.host_group.anchor_entry, device_indices.numel()
+            transfers = self._with_sidecars(pool_transfers, anchor_moves=count > 0)
+            prepare_transfers(self._slots, transfers, Direction.WRITE_BACK)
+            if count or not transfers:
+                check_device_indices("device_indices", device_indices, anchor)
+            device_indices = own_indices(device_indices)
+            self._slots.check_not_loading(anchor, device_indices)
+            event = ready_event if ready_event is not None else self.engine.submission_event()
+            host_indices = self._slots.alloc_host(count) if count else device_indices
+            if host_indices is None:
+                return None
+            events = () if event is None else (event,)
+            operation = CacheOperation(host_indices, device_indices, (node_id,), tuple(transfers), events)
+            return self._writes.add(operation)
+
+    def start_writing(self) -> Ack | None:
+        """Start what is queued, merged into one transfer; None where nothing is.
+
+        The ack has the events to wait for, before the outcome is known: ``poll_writes`` will return it again, with its
+        error if it has one.
+        """
+        self._check_open()
+        if not self._writes.waiting:
+            return None
+        with self.engine_calls:
+            return self._writes.start().first_ack()
+
+    def poll_writes(self, wait: bool = False) -> list[Ack]:
+        """Return the acks of the writes that are done, in the order they were started.
+
+        With ``wait`` this blocks until at least one is done, where any was started and not cancelled. Where a callback
+        of the engine has raised, that is raised once all is settled, and the next poll returns the acks.
+        """
+        return self._writes.poll(wait)
+
+    # Loads
+
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        *,
+        node_id: int,
+        ready_event: Event | None = None,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> torch.Tensor | None:
+        """Queue a load-back; :meth:`start_loading` starts it.
+
+        Parameters
+        ----------
+        host_indices, pool_transfers
+            Slots of the anchor, on CPU, and of other pools, whose device indices are filled in if they have none.
+        node_id, ready_event
+            As in :meth:`write`; the event is one after which the rows may be overwritten, besides the work on the
+            current stream at :meth:`start_loading`.
+
+        Returns
+        -------
+        torch.Tensor or None
+            The anchor's device slots; None, with nothing changed, where a pool has no room.
+
+        Raises
+        ------
+        ValueError, KeyError
+            If indices are not whole pages, each once, or are not allocated, or the group has no such pool.
+        RuntimeError
+            If the controller is closed.
+        """
+        with self.engine_calls:
+            self._check_open()
+            transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
+            prepare_transfers(self._slots, transfers, Direction.LOAD)
+            anchor_moves = host_indices.numel() > 0 or not transfers
+            if anchor_moves:
+                self._slots.check_host(self.host_group.anchor_entry, host_indices)
+            host_indices = own_indices(host_indices)
+            device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
+            if device_indices is None:
+                return None
+            events = () if ready_event is None else (ready_event,)
+            operation = CacheOperation(
+                host_indices, device_indices, (node_id,), tuple(transfers), events, direction=Direction.LOAD
+            )
+            return self._loads.add(operation)
+
+    def start_loading(self) -> int:
+        """Start what is queued, merged into one transfer.
+
+        Returns the consumer id for ``layer_done_counter.set_consumer``; -1 where nothing was queued.
+        """
+        self._check_open()
+        if not self._loads.waiting:
+            return NOTHING_TO_WAIT_FOR
+        with self.engine_calls:
+            for operation in self._loads.waiting:
+                self._slots.start_writes_of(self._slots.uses_of(operation, host=Access.READ))
+            return self._loads.start().consumer
+
+    def poll_loads(self, wait: bool = False) -> list[Ack]:
+        """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
+        return self._loads.poll(wait)
+
+    def kept_acks(self) -> tuple[list[Ack], list[Ack]]:
+        """Return, at once, the acks of writes and of loads that a poll which raised has kept for the next."""
+        self.engine_calls.check_thread()
+        return self._writes.take_acks(), self._loads.take_acks()
+
+    # Cancel and evict
+
+    def cancel_write(self, node_id: int) -> bool:
+        """Cancel the node's writes, queued or running; see :meth:`cancel_load`."""
+        with self.engine_calls:
+            return self._writes.cancel(node_id)
+
+    def cancel_load(self, node_id: int) -> bool:
+        """Cancel the node's loads, queued or running, and return whether there were any.
+
+        No ack will name the node. Its device slots are freed; those of a running load by the poll that finds it done.
+        """
+        with self.engine_calls:
+            return self._loads.cancel(node_id)
+
+    def evict_device(self, device_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
+        """Free device slots of a pool (by default the anchor) after the transfers that use them; return how many.
+
+        On CUDA the current stream waits for these, so that the next user of the slots is safe on that stream; on CPU
+        the calling thread waits. ValueError if the pool's entry has no ``device_free_fn``; RuntimeError if the slots
+        are those of a load that has not been started.
+        """
+        with self.engine_calls:
+            return self._slots.free_device(self.host_group.get_entry(pool), device_indices)
+
+    def evict_host(self, host_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
+        """Free host slots of a pool (by default the anchor), those in flight after their transfers.
+
+        Returns how many are free now. ValueError, with nothing changed, if they are not whole allocated pages.
+        """
+        with self.engine_calls:
+            return self._slots.free_host(self.host_group.get_entry(pool), host_indices)
 
     # Storage
 
@@ -139,11 +385,7 @@ class HiCacheController(TransferController):
         """Let backups and prefetches use ``backend``, and start their threads.
 
         The anchor's physical pool is registered first, under the name ``kv``, then every other entry's by its name.
-
-        Raises
-        ------
-        RuntimeError
-            If the controller is closed or has a backend.
+        RuntimeError if the controller is closed or has a backend.
         """
         self._check_open()
         anchor = self.host_group.anchor_entry
@@ -151,30 +393,32 @@ class HiCacheController(TransferController):
         self.storage.attach(backend, self.storage_host_pool, sidecars)
 
     def detach_storage_backend(self, timeout: float | None = None) -> StorageBackend:
-        """Finish the backups that wait, cancel the prefetches, and let go of the backend, which stays open.
+        """Finish the backups that wait, cancel the prefetches, and return the backend, which stays open.
 
-        Parameters
-        ----------
-        timeout
-            Seconds that this may take, by default the storage's ``timeout_seconds``; backups that wait then fail.
-
-        Raises
-        ------
-        RuntimeError
-            If there is none.
+        Backups that still wait after ``timeout`` seconds, by default ``timeout_seconds`` of the settings, fail.
         """
+        self.engine_calls.check_thread()
         return self.storage.detach(checked_timeout(timeout))
 
-    def storage_exists(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading pages are in the storage of every rank; 0 without, or where it fails or is slow."""
-        return self.storage.exists(keys)
+    def storage_exists(self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()) -> int:
+        """Return the leading pages of which the storage of every rank has all that the pools' hit policies need.
 
-    def storage_restorable_lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the length in pages of every prefix that is in the storage of every rank, in ascending order.
-
-        It asks storage once; ranks of a group have to ask with as many keys. Empty without storage, or where it fails.
+        0 without storage, or where it fails or is slow. With the hit policy ``TRAILING_PAGES`` as many last pages are
+        needed as a transfer has keys, one where it has none.
         """
-        return self.storage.restorable_lengths(keys)
+        self.engine_calls.check_thread()
+        return self.storage.exists(keys, self._with_sidecars(pool_transfers))
+
+    def storage_restorable_lengths(
+        self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()
+    ) -> list[int]:
+        """Return the length in pages of every prefix of which the storage of every rank has all that the pools need.
+
+        In ascending order. Prefixes between two of them cannot be restored: pages of a window, or a state, are missing.
+        Storage is asked once; ranks of a group have to ask with as many keys.
+        """
+        self.engine_calls.check_thread()
+        return self.storage.restorable_lengths(keys, self._with_sidecars(pool_transfers))
 
     def backup(
         self,
@@ -183,86 +427,89 @@ class HiCacheController(TransferController):
         *,
         parents: Sequence[bytes | None] | None = None,
         node_id: int,
+        pool_transfers: Sequence[PoolTransfer] = (),
     ) -> None:
-        """Queue host pages for storage, behind the write-back that fills them.
+        """Queue host pages for storage, after the write-back that fills them; ``poll_backups`` reports the outcome.
 
-        A backup that finds the queue full fails, and its pages are counted as skipped. ``poll_backups`` reports it.
+        A backup that finds the queue full fails, and its pages are counted as skipped.
 
         Parameters
         ----------
-        host_indices
-            Integer slot indices on CPU, whole pages in the order of ``keys``.
-        keys, parents
-            Storage key of each page, and of the page before it (None: the first of a sequence).
+        host_indices, keys, parents
+            The anchor's pages, and for each its storage key and that of the page before it (None: the first one).
         node_id
             Comes back in the ack.
+        pool_transfers
+            With host indices and keys; a pool that shares the anchor's slots needs neither. With the hit policy
+            ``ALL_PAGES`` a page counts as stored once its part is, too.
 
         Raises
         ------
         ValueError
-            If counts do not match, or the indices are not whole pages of the host pool, each once, or were given back
-            or never allocated.
+            If counts do not match, or indices are not whole pages, each once, or are not allocated.
         RuntimeError
             If the controller is closed or has no backend.
         """
-        self._backup(host_indices, keys, parents, node_id, ())
+        if parents is not None and len(parents) != len(keys):
+            raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
+        with self.engine_calls:
+            parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
+            self.storage.backup(parts, node_id, uses, self._slots.failed_writer(Direction.WRITE_BACK, uses))
 
     def cancel_backup(self, node_id: int) -> bool:
-        """Cancel the node's backups, queued or running: no ack will name it, and pages not stored count as skipped.
+        """Cancel the node's backups, queued or running, and return whether there were any.
 
-        Pages that a call to storage is reading stay in flight until it ends; the others are free to be used again.
-
-        Returns
-        -------
-        bool
-            Whether there was any.
+        No ack will name the node, and pages not stored count as skipped. Pages that a call to storage is reading stay
+        in flight until it ends; the others are free to be used again.
         """
-        with self._lock:
+        with self.engine_calls:
             return self.storage.cancel_backup(node_id)
 
     def poll_backups(self, wait: bool = False) -> list[StorageAck]:
         """Return the acks of the backups that are done, in order.
 
-        With ``wait`` this blocks for the first, where there is any and storage gets on with it.
+        With ``wait`` this blocks for the first, where there is any, as long as storage makes progress.
         """
+        self.engine_calls.check_thread()
         acks = self.storage.poll_backups(wait)
-        with self._lock:
-            self._host_slots.reap()
+        self._slots.reap()
         return acks
 
     def prefetch(
-        self, host_indices: torch.Tensor | None, keys: Sequence[bytes], *, request_id: str
+        self,
+        host_indices: torch.Tensor | None,
+        keys: Sequence[bytes],
+        *,
+        request_id: str,
+        pool_transfers: Sequence[PoolTransfer] = (),
     ) -> PrefetchOperation:
-        """Queue pages to come from storage.
+        """Queue pages to come from storage; the host slots stay the caller's, in flight until the operation is done.
 
         Parameters
         ----------
-        host_indices
-            Host slots the caller allocated, whole pages in the order of ``keys``; they stay the caller's, and are in
-            flight until the operation is done. None where this rank had no room: the operation then has 0 pages, and
-            still takes part in the agreement of the ranks.
-        keys
-            Storage key of each page.
+        host_indices, keys, pool_transfers
+            As in :meth:`backup`, with its errors. Without indices, as on a rank that has no room, the operation has 0
+            pages and still takes part in the agreement of the ranks. Where a transfer has the hit policy
+            ``TRAILING_PAGES``, either the whole prefix comes or none of it counts.
         request_id
             For the caller.
-
-        Raises
-        ------
-        ValueError, RuntimeError
-            As :meth:`backup`.
         """
-        return self._prefetch(host_indices, keys, request_id, ())
+        with self.engine_calls:
+            parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
+            return self.storage.prefetch(parts, request_id, uses)
 
     def prefetch_ready(self, operation: PrefetchOperation) -> bool:
-        """Tell whether, by the prefetch policy, the request may run now, on every rank; then call its ``wait``."""
+        """Return whether, by the prefetch policy, the request may run now, on every rank; then call its ``wait``."""
+        self.engine_calls.check_thread()
         return self.storage.ready(operation)
 
     def finish_prefetch(self, operation: PrefetchOperation) -> int:
         """End a prefetch as its policy says, and return the leading pages that are there on every rank.
 
         What has not come when the policy's time or the scheduler's ``max_wait_seconds`` are over is cancelled. For all
-        of it, call the operation's ``wait``, or this once :meth:`prefetch_ready` says so.
+        of it, call the operation's ``wait``, or this once :meth:`prefetch_ready` returns True.
         """
+        self.engine_calls.check_thread()
         return self.storage.finish(operation)
 
     # End
@@ -270,94 +517,87 @@ class HiCacheController(TransferController):
     def reset(self, timeout: float | None = None) -> None:
         """Forget everything: cancel what is queued, wait for what runs, and make every host slot free.
 
-        Device slots of loads that were not acked go back; everything else the caller holds on the host is void.
-
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for what runs, by default the storage's ``timeout_seconds``.
-
-        Raises
-        ------
-        TimeoutError
-            As :meth:`quiesce`.
+        Device slots of loads that were not acked are freed; everything else the caller holds on the host is void.
+        Raises as :meth:`quiesce` does.
         """
-        with self._lock:
-            self.quiesce(timeout)
+        self.quiesce(timeout)
+        with self.engine_calls:
             self.storage.forget()
-            super().reset()
+            self._writes.clear()
+            self._loads.clear()
+            self.layer_done_counter.reset()
+            self._slots.deferred.clear()
+            self.host_group.clear()
 
     def quiesce(self, timeout: float | None = None) -> None:
         """Cancel backups and prefetches, and wait until nothing that was started uses slots.
 
-        Raises
-        ------
-        TimeoutError
-            If something does so for longer than ``timeout`` seconds, by default the storage's ``timeout_seconds``. No
-            slot was freed; call it again.
+        TimeoutError if something does so for longer than ``timeout`` seconds, by default the storage's
+        ``timeout_seconds``. No slot was freed then; call it again.
         """
         self._check_open()
         timeout = checked_timeout(timeout)
-        seconds = self.storage.settings.timeout_seconds if timeout is None else timeout
-        bound = WaitBound(seconds)
-        with self._lock:
-            if not (self.storage.give_up(bound.left()) and self.engine.drain(bound.left())):
-                raise TimeoutError(
-                    f"a transfer or a call to storage still uses slots after {seconds} s; backups and prefetches were "
-                    "cancelled, nothing was freed, and this can be called again"
-                )
+        limit = self.storage.settings.timeout_seconds if timeout is None else timeout
+        bound = WaitBound(limit)
+        if not interruptibly(lambda: self.storage.give_up(bound.left()) and self.engine.drain(bound.left())):
+            raise TimeoutError(
+                f"a transfer or a call to storage still uses slots after {limit} s; backups and prefetches were "
+                "cancelled, nothing was freed, and this can be called again"
+            )
+
+    def shutdown(self, timeout: float = 60.0) -> bool:
+        """Cancel what is queued, finish what runs, stop every thread; acks can still be polled.
+
+        Returns whether everything ended within ``timeout`` seconds each; what did not keeps its slots, and this can be
+        called again. Any thread may call it while no other call is under way.
+        """
+        timeout = seconds("timeout", timeout)
+        self._closed = True
+        if not self._stopped:
+            ended = [self.storage.close(timeout)]
+            for queue in (self._writes, self._loads):
+                queue.cancel_waiting()
+            ended += [self.engine.drain(timeout), self.engine.close(timeout)]
+            for queue in (self._writes, self._loads):
+                queue.settle_here()  # slots of what failed are freed now, not by a poll that may never come
+            self._slots.reap()
+            self._stopped = all(ended)
+            self.engine_calls.raise_first()
+        return self._stopped
+
+    def check_integrity(self) -> None:
+        """Check that what is known of slots in use is consistent; RuntimeError names the fault."""
+        self.engine_calls.check_thread()
+        self.engine.in_flight.check_integrity()
+        self._slots.check_integrity()
 
     # Inside
 
-    def _stop(self, timeout: float) -> bool:
-        stopped = self.storage.close(timeout)
-        return super()._stop(timeout) and stopped
+    def _check_open(self) -> None:
+        self.engine_calls.check_thread()
+        if self._closed:
+            raise RuntimeError("the controller is closed; it was shut down")
 
-    def _backup(
-        self,
-        host_indices: torch.Tensor,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes | None] | None,
-        node_id: int,
-        pool_transfers: Sequence[PoolTransfer],
-    ) -> None:
-        self._check_open()
-        self.storage._need_backend()
-        if parents is not None and len(parents) != len(keys):
-            raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
-        with self._lock:
-            parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
-            self._order.start_writes_of(uses)
-            self.storage.backup(parts, node_id, uses, self._order.failed_source(self._writes, uses))
-
-    def _prefetch(
-        self,
-        host_indices: torch.Tensor | None,
-        keys: Sequence[bytes],
-        request_id: str,
-        pool_transfers: Sequence[PoolTransfer],
-    ) -> PrefetchOperation:
-        self._check_open()
-        self.storage._need_backend()
-        if host_indices is None:
-            return self.storage.prefetch((), request_id, ())
-        with self._lock:
-            parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
-            self._order.start_writes_of(uses)
-            return self.storage.prefetch(parts, request_id, uses)
+    def _with_sidecars(
+        self, pool_transfers: Sequence[PoolTransfer], *, anchor_moves: bool = True
+    ) -> Sequence[PoolTransfer]:
+        anchor = str(self.host_group.anchor_entry.name)
+        return with_sidecars(pool_transfers, self.sidecars, anchor, anchor_moves=anchor_moves)
 
     def _storage_parts(
         self,
-        host_indices: torch.Tensor,
+        host_indices: torch.Tensor | None,
         keys: Sequence[bytes],
         parents: Sequence[bytes | None] | None,
         pool_transfers: Sequence[PoolTransfer],
         access: Access,
-    ) -> tuple[list[StoragePart], list[Use]]:
-        """Check what moves between host and storage, and say it as the storage threads and the books need it."""
-        anchor = self.host_group.anchor_entry
-        self._host_slots.check(anchor, host_indices, len(keys))
-        host_indices = own_indices(host_indices)
-        parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
-        uses = [Use(Place(str(anchor.name), Side.HOST), access, page_granules(host_indices, self.page_size))]
-        return parts, uses
+    ) -> StorageParts:
+        """Check what moves between host and storage, and start the writes that fill it."""
+        self._check_open()
+        self.storage.need_backend()
+        if host_indices is None:
+            return StorageParts([], [])
+        transfers = self._with_sidecars(pool_transfers)
+        found = storage_parts(self._slots, host_indices, keys, parents, transfers, access)
+        self._slots.start_writes_of(found.uses)
+        return found

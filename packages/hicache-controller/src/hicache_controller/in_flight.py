@@ -13,17 +13,12 @@ import numpy.ma  # else the first np.unique imports it, a third of a second of t
 import numpy.typing as npt
 import torch
 
-Granules = npt.NDArray[np.int64]
-"""Page numbers on one side of one pool: unique, in any order."""
+from hicache_pools.group_slots import Side
+
+Pages = npt.NDArray[np.int64]
+"""Page numbers of one side of a pool: each once, in any order."""
 
 Owner = TypeVar("Owner")
-
-
-class Side(StrEnum):
-    """Which memory of a pool."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 class Access(StrEnum):
@@ -33,22 +28,25 @@ class Access(StrEnum):
     WRITE = "write"
 
 
-class Place(NamedTuple):
-    """One side of one pool; pools that share slots on a side share the place."""
+class PoolSide(NamedTuple):
+    """The host or the device slots of one pool."""
 
     pool: str
     side: Side
 
 
-class Use(NamedTuple):
-    """Slots of one place that an operation uses; ``granules`` None, where they are not on the CPU, stands for all."""
+class PageUse(NamedTuple):
+    """What an operation does with pages of one side of a pool; ``pages`` is None where they are not known on the CPU.
 
-    place: Place
+    Then it may use any page.
+    """
+
+    side: PoolSide
     access: Access
-    granules: Granules | None
+    pages: Pages | None
 
 
-def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
+def pages_of(indices: torch.Tensor, page_size: int) -> Pages | None:
     """Pages that ``indices`` touch, without waiting for a device.
 
     Parameters
@@ -65,7 +63,7 @@ def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
     """
     if indices.device.type != "cpu":
         return None
-    # With one slot a page the slots are the pages: a copy, as the books keep them and the tensor is the caller's.
+    # With one slot a page the slots are the pages: a copy, for the tensor is the caller's.
     slots = indices.numpy().astype(np.int64, copy=page_size == 1)
     if page_size == 1:
         return slots
@@ -73,7 +71,7 @@ def page_granules(indices: torch.Tensor, page_size: int) -> Granules | None:
     return np.unique(slots // page_size) if pages is None else pages
 
 
-def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Granules | None:
+def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Pages | None:
     """Return the numbers of the blocks of ``size`` neighbours, each at a multiple of it, that ``slots`` consist of.
 
     None where they consist of anything else. Costs one comparison a slot.
@@ -84,13 +82,13 @@ def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Granules | None:
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
     if (breaks % size).any():
         return None
-    blocks: Granules = firsts // size
+    blocks: Pages = firsts // size
     return blocks
 
 
 @dataclass
 class _Counts:
-    """Uses of one place: ``counts[access][page]`` operations, their sum, and how many know no pages."""
+    """Uses of one side: ``counts[access][page]`` operations, their sum, and how many know no pages."""
 
     counts: dict[Access, npt.NDArray[np.int16]] = field(
         default_factory=lambda: {access: np.zeros(0, dtype=np.int16) for access in Access}
@@ -98,27 +96,27 @@ class _Counts:
     total: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
     unknown: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
 
-    def add(self, access: Access, granules: Granules | None, step: int) -> None:
-        if granules is None:
+    def add(self, access: Access, pages: Pages | None, step: int) -> None:
+        if pages is None:
             self.unknown[access] += step
-        elif len(granules):
+        elif len(pages):
             counts = self.counts[access]
-            top = int(granules.max())
+            top = int(pages.max())
             if top >= len(counts):
                 grown = np.zeros(max(top + 1, 2 * len(counts)), dtype=np.int16)
                 grown[: len(counts)] = counts
                 self.counts[access] = counts = grown
-            counts[granules] += np.int16(step)
-            self.total[access] += step * len(granules)
+            counts[pages] += np.int16(step)
+            self.total[access] += step * len(pages)
 
-    def busy(self, access: Access, granules: Granules) -> npt.NDArray[np.bool_]:
+    def busy(self, access: Access, pages: Pages) -> npt.NDArray[np.bool_]:
         if self.unknown[access]:
-            return np.ones(len(granules), dtype=np.bool_)
+            return np.ones(len(pages), dtype=np.bool_)
         if not self.total[access]:
-            return np.zeros(len(granules), dtype=np.bool_)
+            return np.zeros(len(pages), dtype=np.bool_)
         counts = self.counts[access]
-        inside = granules < len(counts)
-        return inside & (counts[np.where(inside, granules, 0)] > 0)
+        inside = pages < len(counts)
+        return inside & (counts[np.where(inside, pages, 0)] > 0)
 
 
 class InFlight(Generic[Owner]):
@@ -130,18 +128,21 @@ class InFlight(Generic[Owner]):
 
     Safe to call from several threads.
 
-    Invariant: ``counts`` of every place is the number of ``uses`` with that access that contain the page.
+    Invariant: ``counts`` of every side is the number of ``uses`` with that access that contain the page.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._uses: dict[Owner, tuple[Use, ...]] = {}
-        self._counts: dict[Place, _Counts] = {}
+        self._lock = threading.Lock()  # guards the uses and their counts: storage threads end what they use
+        self._uses: dict[Owner, tuple[PageUse, ...]] = {}
+        self._counts: dict[PoolSide, _Counts] = {}
 
     def __len__(self) -> int:
         return len(self._uses)
 
-    def add(self, owner: Owner, uses: Iterable[Use]) -> None:
+    def __contains__(self, owner: Owner) -> bool:
+        return owner in self._uses
+
+    def add(self, owner: Owner, uses: Iterable[PageUse]) -> None:
         """Note what ``owner``, unknown so far, uses."""
         uses = tuple(uses)
         with self._lock:
@@ -149,25 +150,25 @@ class InFlight(Generic[Owner]):
                 raise ValueError(f"{owner!r} is in flight already")
             self._uses[owner] = uses
             for use in uses:
-                counts = self._counts.get(use.place)
+                counts = self._counts.get(use.side)
                 if counts is None:
-                    counts = self._counts[use.place] = _Counts()
-                counts.add(use.access, use.granules, 1)
+                    counts = self._counts[use.side] = _Counts()
+                counts.add(use.access, use.pages, 1)
 
     def remove(self, owner: Owner) -> None:
         """Forget ``owner``; without effect where it is not known."""
         with self._lock:
             for use in self._uses.pop(owner, ()):
-                self._counts[use.place].add(use.access, use.granules, -1)
+                self._counts[use.side].add(use.access, use.pages, -1)
 
-    def narrow(self, owner: Owner, uses: Iterable[Use]) -> None:
+    def narrow(self, owner: Owner, uses: Iterable[PageUse]) -> None:
         """Let ``owner`` use less than before; without effect where it is not known."""
         uses = tuple(uses)
         with self._lock:
             if owner not in self._uses:
                 return
             for use, step in (*((use, -1) for use in self._uses[owner]), *((use, 1) for use in uses)):
-                self._counts[use.place].add(use.access, use.granules, step)
+                self._counts[use.side].add(use.access, use.pages, step)
             self._uses[owner] = uses
 
     def owners(self) -> list[Owner]:
@@ -175,29 +176,29 @@ class InFlight(Generic[Owner]):
         with self._lock:
             return list(self._uses)
 
-    def busy(self, place: Place, granules: Granules) -> npt.NDArray[np.bool_]:
-        """Tell for each page whether anything reads or writes it."""
+    def busy(self, side: PoolSide, pages: Pages) -> npt.NDArray[np.bool_]:
+        """Return for each page whether anything reads or writes it."""
         with self._lock:
-            counts = self._counts.get(place)
+            counts = self._counts.get(side)
             if counts is None:
-                return np.zeros(len(granules), dtype=np.bool_)
-            return counts.busy(Access.READ, granules) | counts.busy(Access.WRITE, granules)
+                return np.zeros(len(pages), dtype=np.bool_)
+            return counts.busy(Access.READ, pages) | counts.busy(Access.WRITE, pages)
 
-    def users(self, use: Use, accesses: Iterable[Access]) -> list[Owner]:
+    def users(self, use: PageUse, accesses: Iterable[Access]) -> list[Owner]:
         """Operations that access, in one of ``accesses``, a page of ``use``; oldest first, each once."""
         with self._lock:
-            counts = self._counts.get(use.place)
+            counts = self._counts.get(use.side)
             if counts is None:
                 return []
-            wanted = [access for access in accesses if self._touched(counts, access, use.granules)]
+            wanted = [access for access in accesses if self._touched(counts, access, use.pages)]
             if not wanted:
                 return []
-            mark = self._mark(use.granules)
+            mark = self._mark(use.pages)
             return [
                 owner
                 for owner, uses in self._uses.items()
                 if any(
-                    other.place == use.place and other.access in wanted and self._meets(mark, other.granules)
+                    other.side == use.side and other.access in wanted and self._meets(mark, other.pages)
                     for other in uses
                 )
             ]
@@ -208,42 +209,42 @@ class InFlight(Generic[Owner]):
         Raises
         ------
         RuntimeError
-            Naming the place that differs.
+            Naming the side that differs.
         """
         with self._lock:
-            expected: dict[Place, _Counts] = {place: _Counts() for place in self._counts}
+            expected: dict[PoolSide, _Counts] = {side: _Counts() for side in self._counts}
             for uses in self._uses.values():
                 for use in uses:
-                    expected[use.place].add(use.access, use.granules, 1)
-            for place, counts in self._counts.items():
+                    expected[use.side].add(use.access, use.pages, 1)
+            for side, counts in self._counts.items():
                 for access in Access:
                     have = np.flatnonzero(counts.counts[access])
-                    want = np.flatnonzero(expected[place].counts[access])
+                    want = np.flatnonzero(expected[side].counts[access])
                     same = np.array_equal(have, want) and np.array_equal(
-                        counts.counts[access][have], expected[place].counts[access][want]
+                        counts.counts[access][have], expected[side].counts[access][want]
                     )
-                    same = same and counts.total[access] == expected[place].total[access]
-                    if not same or counts.unknown[access] != expected[place].unknown[access]:
-                        raise RuntimeError(f"the {access.value} counts of {place} are not those of the operations")
+                    same = same and counts.total[access] == expected[side].total[access]
+                    if not same or counts.unknown[access] != expected[side].unknown[access]:
+                        raise RuntimeError(f"the {access.value} counts of {side} are not those of the operations")
 
     @staticmethod
-    def _touched(counts: _Counts, access: Access, granules: Granules | None) -> bool:
-        if granules is None:
+    def _touched(counts: _Counts, access: Access, pages: Pages | None) -> bool:
+        if pages is None:
             return bool(counts.unknown[access] or counts.total[access])
-        return bool(counts.busy(access, granules).any())
+        return bool(counts.busy(access, pages).any())
 
     @staticmethod
-    def _mark(granules: Granules | None) -> npt.NDArray[np.bool_] | None:
-        if granules is None:
+    def _mark(pages: Pages | None) -> npt.NDArray[np.bool_] | None:
+        if pages is None:
             return None
-        mark = np.zeros(int(granules.max()) + 1 if len(granules) else 0, dtype=np.bool_)
-        mark[granules] = True
+        mark = np.zeros(int(pages.max()) + 1 if len(pages) else 0, dtype=np.bool_)
+        mark[pages] = True
         return mark
 
     @staticmethod
-    def _meets(mark: npt.NDArray[np.bool_] | None, granules: Granules | None) -> bool:
+    def _meets(mark: npt.NDArray[np.bool_] | None, pages: Pages | None) -> bool:
         if mark is None:
-            return granules is None or len(granules) > 0
-        if granules is None:
+            return pages is None or len(pages) > 0
+        if pages is None:
             return len(mark) > 0
-        return bool(mark[granules[granules < len(mark)]].any())
+        return bool(mark[pages[pages < len(mark)]].any())

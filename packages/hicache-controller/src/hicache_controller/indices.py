@@ -9,7 +9,7 @@ from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
 from hicache_pools.host_pools.base import HostPool
 
-from .in_flight import aligned_blocks
+from .in_flight import Pages, aligned_blocks, pages_of
 
 
 def device_slot_count(entry: PoolEntry) -> int | None:
@@ -17,11 +17,18 @@ def device_slot_count(entry: PoolEntry) -> int | None:
     return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
 
 
+def device_pages(device_pool: object, indices: torch.Tensor, page_size: int) -> Pages | None:
+    """Return the pages that device indices touch, or None where that is not known on the CPU."""
+    if isinstance(device_pool, DevicePool) and device_pool.index_translation is not None:
+        return None
+    return pages_of(indices, page_size)
+
+
 def own_indices(indices: torch.Tensor) -> torch.Tensor:
     """Copy indices that are on the CPU, so that the caller may use its tensor again at once.
 
-    Those on a device are returned as they are: a copy would be ordered behind the caller's current stream, and a
-    transfer behind the caller's event alone.
+    Those on a device are returned as they are: a copy would follow the caller's current stream, while a transfer
+    follows the caller's event alone.
     """
     # numpy, for the same reason as below.
     return torch.from_numpy(indices.numpy().copy()) if indices.device.type == "cpu" else indices
@@ -73,7 +80,7 @@ def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> 
 
 
 def _slots_a_row(entry: PoolEntry) -> int:
-    """Slots that share a device row; 1 where that is not known, or only behind a translation."""
+    """Slots that share a device row; 1 where that is not known, or the pool translates indices."""
     host, device = entry.host_pool, entry.device_pool
     if not isinstance(host, HostPool) or (isinstance(device, DevicePool) and device.index_translation is not None):
         return 1

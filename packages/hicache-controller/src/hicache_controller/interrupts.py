@@ -1,20 +1,21 @@
-"""Holds Ctrl-C back while streams and books change together."""
+"""Holds Ctrl-C back while several steps have to be done together."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # the module signal looks every handler up in an enum: 20 times as slow
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 Result = TypeVar("Result")
 _Arrived = list[Callable[[], object]]
-_held: _Arrived | None = None  # calls of handlers that the block which the main thread is in holds back
+_held: HeldInterrupts | None = None  # the block that the main thread is in
 
 
 def _let_go() -> None:
@@ -22,60 +23,85 @@ def _let_go() -> None:
     _held = None
 
 
-os.register_at_fork(after_in_child=_let_go)  # another thread's child has no main thread that would
+os.register_at_fork(after_in_child=_let_go)  # another thread's child has no main thread to leave the block
 
 
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Let the handlers of SIGINT and SIGTERM run when the block is left, not within it; see :func:`interruptibly`.
+class HeldInterrupts:
+    """A block at whose end the handlers of SIGINT and SIGTERM run, not within it; see :func:`interruptibly`.
 
     A handler that raises, as Ctrl-C's does, may do so between any two steps of Python. Only the main thread runs
-    handlers, so in others this does nothing; nor does it where a signal has no handler in Python. A handler that is
-    installed within the block, such as by a callback of the engine, stays, and is not held back.
+    handlers, so in others this does nothing; nor does it within another such block, or where a signal has no handler
+    in Python. A handler that is installed within the block, such as by a callback of the engine, stays, and is not held
+    back. A block is entered once.
     """
-    global _held
-    if _held is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: _Arrived = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        # Once the block is over it is as if this were the handler itself, should an interrupt keep it in its place.
-        if _held is arrived:
-            arrived.append(partial(handlers[number], number, frame))
-        else:
-            handlers[number](number, frame)
+    __slots__ = ("_note", "arrived", "handlers")
 
-    handlers = {int(number): handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
-    try:
-        _held = arrived
-        for number in handlers:
-            signal.signal(number, note)
-        yield
-    finally:
+    def __init__(self) -> None:
+        self.arrived: _Arrived = []
+        self.handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> None:
+        """Take the place of the handlers."""
+        global _held
+        if _held is not None or threading.get_ident() != threading.main_thread().ident:
+            return
+        handlers = self.handlers
+
+        def note(number: int, frame: FrameType | None) -> None:
+            # After the block this calls the handler itself, should an interrupt have kept it in its place.
+            if _held is self:
+                self.arrived.append(partial(handlers[number], number, frame))
+            else:
+                handlers[number](number, frame)
+
+        self._note = note
+        for number in _SIGNALS:
+            if callable(handler := _signal.getsignal(number)):
+                handlers[number] = handler
+        try:
+            _held = self
+            for number in handlers:
+                _signal.signal(number, note)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Put the handlers back, and call those of the signals that have arrived."""
+        global _held
+        if _held is not self:
+            return
         _held = None
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is note:
-                signal.signal(number, handler)
-        _handle(arrived)
+        for number, handler in self.handlers.items():
+            if _signal.getsignal(number) is self._note:
+                _signal.signal(number, handler)
+        _handle(self.arrived)
+
+
+def interrupts_held_back() -> HeldInterrupts:
+    """Return a block that holds interrupts back."""
+    return HeldInterrupts()
 
 
 def interruptibly(wait: Callable[[], Result]) -> Result:
-    """Wait with interrupts let in, whatever block this is called in: that one has to stand an error from here."""
+    """Wait with interrupts let in, within whatever block this is called: it must cope with an error from here."""
     global _held
     held = _held
-    if held is None or threading.current_thread() is not threading.main_thread():
+    if held is None or threading.get_ident() != threading.main_thread().ident:
         return wait()
     try:
         _held = None
-        _handle(held)
+        _handle(held.arrived)
         return wait()
     finally:
         _held = held
 
 
 def _handle(arrived: _Arrived) -> None:
-    """Call the handlers of what has arrived, each though one before it raises."""
+    """Call the handlers of what has arrived, each of them even if one before it raises."""
+    if not arrived:
+        return
     with ExitStack() as calls:
         while arrived:
             calls.callback(arrived.pop())

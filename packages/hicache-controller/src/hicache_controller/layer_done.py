@@ -13,8 +13,8 @@ from .forks import refuse_in_forks
 NOTHING_TO_WAIT_FOR = -1
 """Consumer id of a start_loading that had nothing to load."""
 
-_MOST_FAILURES = 4096
-"""Failed loads kept by id once they are acked; about those before them only the newest id is kept."""
+_MAX_FAILURES = 4096
+"""Failed loads kept by id once they are acked; of older ones only the newest id is kept."""
 
 
 class LayerDoneCounter:
@@ -32,7 +32,7 @@ class LayerDoneCounter:
     def __init__(self, layers: int) -> None:
         refuse_in_forks(self)
         self.layers = whole("layers", layers, least=0)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards all below: forward passes wait on threads of their own
         self._next = 0
         self._loads: dict[int, tuple[Sequence[Event], Callable[[], BaseException | None]]] = {}
         self._consumers: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class LayerDoneCounter:
         self._last_dropped_failure = -1
 
     def register(self, events: Sequence[Event], error: Callable[[], BaseException | None]) -> int:
-        """Add a load: an event for each layer, and a function that tells its error; returns its consumer id."""
+        """Add a load: an event for each layer, and a function that returns its error; return its consumer id."""
         with self._lock:
             consumer = self._next
             self._next += 1
@@ -54,13 +54,13 @@ class LayerDoneCounter:
             return tuple(self._loads[consumer][0]) if consumer in self._loads else ()
 
     def forget(self, consumer: int, error: BaseException | None) -> None:
-        """Drop a load that has been acked, but for the ack's error: whoever waits for it must still be told."""
+        """Drop a load that has been acked, except for its error: those who wait for it must still get that."""
         with self._lock:
             known = self._loads.pop(consumer, None) is not None
             if error is None or not known:
                 return
             self._failures[consumer] = str(error) or repr(error)
-            if len(self._failures) > _MOST_FAILURES:
+            if len(self._failures) > _MAX_FAILURES:
                 oldest = next(iter(self._failures))
                 del self._failures[oldest]
                 self._last_dropped_failure = max(self._last_dropped_failure, oldest)
@@ -82,8 +82,8 @@ class LayerDoneCounter:
         ValueError
             If there is no such layer.
         RuntimeError
-            If a chosen load failed, acked or not: its rows must not be read. Also if it is older than thousands of
-            failed loads, when nobody knows any more.
+            If a chosen load failed, acked or not: its rows must not be read. Also if it is so old that thousands of
+            loads have failed since: its outcome is not known any more.
         """
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer is {layer}; accepted: 0..{self.layers - 1}")
@@ -96,7 +96,7 @@ class LayerDoneCounter:
                 if consumer <= self._last_dropped_failure:
                     raise RuntimeError(f"load {consumer} of layer {layer} is too old to tell whether it failed")
         for events, error in loads:
-            # To ask is cheaper than to let a stream wait for what has come.
+            # A query is cheaper than a wait for what has come.
             if not events[layer].query():
                 events[layer].wait()
             failure = error()

@@ -1,4 +1,4 @@
-"""Layer maps: which layer of which pool a model layer loads, and an operation's transfers made from a pool entry."""
+"""Layer maps: which layer of which pool a model layer loads, and the transfers of an operation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from hicache_pools.group import PoolEntry
+from hicache_kernels.staging import Direction
+from hicache_kernels.validation import MAX_BLOCKS, whole
+from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.packed_draft import unwrap_draft_pool
 
+from .operations import CacheOperation
 from .transfer_handle import L2Transfer
 
-_MOST_LAYERS = 1 << 16
+_MAX_LAYERS = 1 << 16
 
 
 class LayerPlan(NamedTuple):
@@ -32,38 +35,76 @@ class LayerPlan(NamedTuple):
     maps: dict[str, tuple[int | None, ...]]
     draft_maps: dict[str, tuple[tuple[int | None, ...], ...]]
 
-    def transfers(
-        self,
-        entry: PoolEntry,
-        host_indices: torch.Tensor,
-        device_indices: torch.Tensor,
-        *,
-        load: bool,
-        io_backend: str,
-        block_quota: int | None = None,
-    ) -> Iterator[L2Transfer]:
-        """Yield what moves for one pool: a load has a transfer for each packed draft, a write-back takes them along.
 
-        Host indices go to the CPU, where every path wants them; device indices stay where they are, for the pool knows
+class TransferPlan:
+    """Makes the transfers of operations: by which layers, how, and with how many CTAs.
+
+    Parameters
+    ----------
+    group
+        The pools.
+    io_backend
+        ``"kernel"`` or ``"direct"``.
+
+    Attributes
+    ----------
+    quotas
+        Most CTAs of the transfers of each direction that are made from now on; None leaves it to the pools.
+    """
+
+    def __init__(self, group: HostPoolGroup, io_backend: str) -> None:
+        self._group = group
+        self._io_backend = io_backend
+        self.quotas: dict[Direction, int | None] = dict.fromkeys(Direction)
+        self.update()
+
+    @property
+    def layers(self) -> int:
+        """Layers of a load."""
+        return self._plan.layers
+
+    def update(self) -> None:
+        """Plan for the pools that the group has now."""
+        self._plan = layer_plan(self._group.entries)
+
+    def transfers(self, operation: CacheOperation) -> list[L2Transfer]:
+        """Make an operation's transfers, the anchor's first.
+
+        Raises
+        ------
+        ValueError
+            If the transfer of another pool was released since the operation was queued.
+        """
+        made: list[L2Transfer] = []
+        if operation.host_indices.numel():
+            made += self._of_pool(
+                self._group.anchor_entry, operation.host_indices, operation.device_indices, operation.direction
+            )
+        for part in operation.pool_transfers:
+            if part.host_indices is None or part.device_indices is None:
+                raise ValueError(f"transfer {part.name!s} was released while it was in flight")
+            entry = self._group.get_entry(part.name)
+            made += self._of_pool(entry, part.host_indices, part.device_indices, operation.direction)
+        return made
+
+    def _of_pool(
+        self, entry: PoolEntry, host_indices: torch.Tensor, device_indices: torch.Tensor, direction: Direction
+    ) -> Iterator[L2Transfer]:
+        """Yield a pool's transfers: a load has one for each packed draft, too, a write-back moves drafts with the pool.
+
+        Host indices go to the CPU, where every path wants them; device indices stay where they are, as the pool knows
         where its path wants those.
         """
-        name = str(entry.name)
-        host = host_indices.cpu()
-        sides = [(entry.device_pool, self.maps[name], False)]
-        if load:
-            drafts = zip(entry.packed_draft_device_pools, self.draft_maps[name], strict=True)
+        name, plan = str(entry.name), self._plan
+        sides = [(entry.device_pool, plan.maps[name], False)]
+        if direction is Direction.LOAD and entry.packed_draft_device_pools:
+            drafts = zip(entry.packed_draft_device_pools, plan.draft_maps[name], strict=True)
             sides += [(pool, layer_map, True) for pool, layer_map in drafts]
+        host = host_indices.cpu()
+        quota = self.quotas[direction]
         for pool, layer_map, is_draft in sides:
             yield L2Transfer(
-                name,
-                entry.host_pool,
-                pool,
-                host,
-                device_indices,
-                layer_map,
-                is_draft=is_draft,
-                io_backend=io_backend,
-                block_quota=block_quota,
+                name, entry.host_pool, pool, host, device_indices, layer_map, is_draft, self._io_backend, quota
             )
 
 
@@ -78,7 +119,7 @@ def layer_plan(entries: Iterable[PoolEntry]) -> LayerPlan:
     entries = tuple(entries)
     maps: dict[str, list[int | None]] = {str(entry.name): [] for entry in entries}
     missing = {str(entry.name): set(range(_own_layers(entry))) for entry in entries}
-    for layer in range(_MOST_LAYERS):
+    for layer in range(_MAX_LAYERS):
         if not any(missing.values()):
             break
         for entry in entries:
@@ -110,3 +151,14 @@ def _own_layers(entry: PoolEntry) -> int:
     return int(entry.host_pool.layer_num) - sum(
         unwrap_draft_pool(pool).layer_num for pool in entry.packed_draft_device_pools
     )
+
+
+def checked_quota(name: str, quota: int | None) -> int | None:
+    """Return a quota of CTAs; ValueError unless it is a whole number in range, or None."""
+    return None if quota is None else whole(name, quota, least=0, most=MAX_BLOCKS)
+
+
+def device_of(group: HostPoolGroup) -> torch.device:
+    """Return the device of the pools; an anchor that keeps no bytes has none of its own."""
+    pools = [entry.device_pool for entry in (group.anchor_entry, *group.entries) if entry.device_pool is not None]
+    return torch.device(pools[0].device) if pools else torch.device("cpu")

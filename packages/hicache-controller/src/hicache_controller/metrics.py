@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Labels = tuple[tuple[str, str], ...]
@@ -22,7 +22,7 @@ class HistogramSnapshot(NamedTuple):
     Attributes
     ----------
     bounds
-        Upper bounds of the buckets but the last, which has none.
+        Upper bounds of the buckets, except of the last, which has none.
     counts
         Observations a bucket, one more than there are bounds.
     sum
@@ -67,28 +67,32 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the three below: transfers and storage count on their threads
         self._counters: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, tuple[list[int], list[float]]]] = {}
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
-        key = tuple(sorted(labels.items())) if len(labels) > 1 else tuple(labels.items())
+        self.add({(name, tuple(sorted(labels.items()))): amount})
+
+    def add(self, counts: Mapping[tuple[str, Labels], float]) -> None:
+        """Add to several counters at once, by name and labels; the labels are sorted by name."""
         with self._lock:
-            series = self._counters.setdefault(name, {})
-            series[key] = series.get(key, 0) + amount
+            for (name, key), amount in counts.items():
+                series = self._counters.setdefault(name, {})
+                series[key] = series.get(key, 0) + amount
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add an observation, in seconds, to a histogram."""
-        key = tuple(sorted(labels.items())) if len(labels) > 1 else tuple(labels.items())
+        key = tuple(sorted(labels.items()))
         with self._lock:
             counts, total = self._histograms.setdefault(name, {}).setdefault(key, ([0] * (len(SECONDS) + 1), [0.0]))
             counts[bisect_left(SECONDS, value)] += 1
             total[0] += value
 
     def gauge(self, name: str, read: Callable[[], float]) -> None:
-        """Let a function tell a value whenever a snapshot is taken; the last function given for a name counts."""
+        """Read a value with a function whenever a snapshot is taken; the last function given for a name is used."""
         with self._lock:
             self._gauges[name] = read
 

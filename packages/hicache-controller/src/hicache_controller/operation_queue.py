@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from hicache_kernels.staging import Direction
+
 from .agreement import Agreement
-from .events import COMPLETED
-from .first_error import FirstError
-from .in_flight import InFlight, Use
-from .interrupts import interruptibly, interrupts_held_back
+from .engine_calls import EngineCalls
+from .events import COMPLETED, Event
+from .indices import own_indices
+from .interrupts import interruptibly
+from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
+from .layer_map import TransferPlan
 from .operations import Ack, CacheOperation, OperationCancelledError
-from .transfer_handle import L2Transfer, TransferHandle
+from .pool_transfers import resolve
+from .slots import Slots
+from .transfer_engine import L2TransferEngine
+from .transfer_handle import L2Transfer, TransferHandle, words
 
 logger = logging.getLogger(__name__)
+
+Errors = dict[CacheOperation, BaseException]
+"""Why parts of an operation that was started have failed."""
 
 
 @dataclass(eq=False)
@@ -42,7 +54,7 @@ class StartedOperation:
     refused: dict[CacheOperation, BaseException] = field(default_factory=dict)
     handle: TransferHandle | None = None
     submit_error: BaseException | None = None
-    consumer: int = -1
+    consumer: int = NOTHING_TO_WAIT_FOR
     cut: bool = False
 
     @property
@@ -68,7 +80,7 @@ class StartedOperation:
                 found.append((part, error))
         return found
 
-    def errors(self) -> dict[CacheOperation, BaseException]:
+    def errors(self) -> Errors:
         """Return why parts failed; final once :attr:`done`. Where all were cancelled, that is no failure."""
         failures = self.failures()
         if failures and all(part.cancelled for part in self.parts):
@@ -86,129 +98,184 @@ class StartedOperation:
             return Ack(node_ids, COMPLETED, COMPLETED, error)
         return Ack(node_ids, self.handle.device_released, self.handle.host_ready, error)
 
+    def first_ack(self) -> Ack:
+        """Make the ack of all parts before the outcome is known; it has an error only where nothing was submitted."""
+        return self.ack(self.parts, self.error() if self.handle is None else None)
+
 
 class OperationQueue:
     """Operations of one direction: waiting to be started, started, and done.
 
     Parameters
     ----------
-    prepare
-        Makes the transfers of one operation, or raises why it cannot be started.
-    submit
-        Starts an operation, merged where the transfers are those of several.
-    give_back
-        Returns the slots that were taken for an operation that failed or was cancelled.
-    finished
-        Called for each operation that is taken out, with its error on any rank, once its slots are not in flight any
-        more.
+    direction
+        Whether these are writes or loads.
+    plan
+        Makes their transfers.
+    engine
+        Runs their transfers.
+    slots
+        Frees the slots of what fails or is cancelled.
+    counter
+        Counts the layers of loads.
     agreement
         Of the ranks: an operation counts as done once it is on all of them, and as failed if it has on one. What was
         merged fails one by one, unless the ranks have merged unequal numbers of operations: then all of it does.
-    log_failure
-        Logs why an operation could not be submitted; one that fails later logs that itself.
+    calls
+        Where errors of the engine's callbacks go.
 
-    Invariant: an operation is in ``waiting_uses`` exactly while it is in ``waiting``, from the first time anyone asks.
+    Attributes
+    ----------
+    waiting
+        Operations to be started.
+    started
+        What was started and is not settled, oldest first.
     """
 
     def __init__(
         self,
-        prepare: Callable[[CacheOperation], list[L2Transfer]],
-        submit: Callable[[CacheOperation, Sequence[list[L2Transfer]]], TransferHandle],
-        give_back: Callable[[CacheOperation], None],
-        finished: Callable[[StartedOperation, BaseException | None], None],
+        direction: Direction,
+        plan: TransferPlan,
+        engine: L2TransferEngine,
+        slots: Slots,
+        counter: LayerDoneCounter,
         agreement: Agreement,
-        log_failure: Callable[[BaseException], None],
+        calls: EngineCalls,
     ) -> None:
-        self._prepare = prepare
-        self._submit = submit
-        self._give_back = give_back
-        self._finished = finished
+        self._direction = direction
+        self._plan = plan
+        self._engine = engine
+        self._slots = slots
+        self._counter = counter
         self._agreement = agreement
-        self._log_failure = log_failure
+        self._calls = calls
         self.waiting: list[CacheOperation] = []
-        self._waiting_uses: InFlight[CacheOperation] = InFlight()
-        self._unnoted: dict[CacheOperation, Callable[[], Iterable[Use]]] = {}
         self.started: deque[StartedOperation] = deque()
         self._acks: list[Ack] = []
+        slots.queues[direction] = self
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.started)
 
-    def add(self, operation: CacheOperation, uses: Callable[[], Iterable[Use]]) -> None:
-        """Let an operation wait to be started; ``uses`` says what it does, should anyone ask before that."""
-        self._unnoted[operation] = uses
-        self.waiting.append(operation)
+    # Start
 
-    @property
-    def waiting_uses(self) -> InFlight[CacheOperation]:
-        """What the operations that wait will do; under the lock of whoever adds them, as asking takes note of them."""
-        if self._unnoted:
-            with interrupts_held_back():
-                while self._unnoted:
-                    operation, uses = next(iter(self._unnoted.items()))
-                    self._waiting_uses.add(operation, uses())
-                    del self._unnoted[operation]
-        return self._waiting_uses
+    def add(self, operation: CacheOperation) -> torch.Tensor | None:
+        """Take the slots of an operation's other pools, and let it wait to be started.
 
-    def _forget_uses(self, operation: CacheOperation) -> None:
-        self._unnoted.pop(operation, None)
-        self._waiting_uses.remove(operation)
-
-    def start(self) -> StartedOperation | None:
-        """Submit everything that waits as one operation; None where nothing does. A failure is kept for the ack."""
-        if not self.waiting:
-            return None
-        started = StartedOperation(tuple(self.waiting))
-        for part in started.parts:
-            self._forget_uses(part)
-        self.waiting.clear()
-        # Whatever interrupts the submission, its slots go back by way of its ack.
-        self.started.append(started)
-        transfers: dict[CacheOperation, list[L2Transfer]] = {}
-        for part in started.parts:
-            try:
-                transfers[part] = self._prepare(part)
-            except Exception as error:
-                started.refused[part] = error
-                self._log_failure(error)
+        Returns the caller's copy of the anchor's slots that were taken; None where a pool has no room. Then, and where
+        this raises, what was taken for the operation is free again.
+        """
         try:
-            if transfers:
-                started.handle = self._submit(CacheOperation.merge_ops(list(transfers)), list(transfers.values()))
-        except BaseException as error:
-            started.submit_error = error
-            self._log_failure(error)
-            if not isinstance(error, Exception):
-                raise
-        logger.debug(
-            "started nodes=%s slots=%d refused=%d",
-            [part.node_ids for part in started.parts],
-            sum(part.host_indices.numel() for part in started.parts),
-            len(started.refused),
-        )
+            if not operation.pool_transfers or resolve(self._slots, operation):
+                is_load = self._direction is Direction.LOAD
+                taken = own_indices(operation.device_indices if is_load else operation.host_indices)
+                self.waiting.append(operation)
+                return taken
+        except BaseException:
+            self._slots.give_back(operation)
+            raise
+        self._slots.give_back(operation)
+        return None
+
+    def start(self) -> StartedOperation:
+        """Submit everything that waits as one operation. A failure is kept for the ack."""
+        started = StartedOperation(tuple(self.waiting))
+        # First, so that its slots are freed after its ack, whatever interrupts the submission.
+        self.started.append(started)
+        self.waiting = []
+        self._slots.stop_waiting(started.parts)
+        made = self._make_transfers(started)
+        if made:
+            parts = list(made.values()) if len(made) > 1 else []
+            try:
+                merged = CacheOperation.merge_ops(list(made))
+                transfers = self._plan.transfers(merged) if parts else made[merged]
+                events = merged.ready_events
+                if self._direction is Direction.WRITE_BACK:
+                    started.handle = self._engine.submit_device_to_host(transfers, ready_events=events, parts=parts)
+                else:
+                    started.handle = self._engine.submit_host_to_device(
+                        transfers, layers=self._plan.layers, ready_events=events, parts=parts
+                    )
+            except BaseException as error:
+                started.submit_error = error
+                self._engine.failures.note(words(self._direction), error)
+                if not isinstance(error, Exception):
+                    raise
+        if self._direction is Direction.LOAD:
+            handle = started.handle
+            layer_events: Sequence[Event] = (COMPLETED,) * self._plan.layers if handle is None else handle.layer_events
+            started.consumer = self._counter.register(layer_events, started.error)
         return started
 
-    def settle(self, wait: bool) -> None:
-        """Take out what is done, in order, and keep the acks for :meth:`take_acks`.
+    def _make_transfers(self, started: StartedOperation) -> dict[CacheOperation, list[L2Transfer]]:
+        """Make the transfers of each part; one that cannot be started is refused."""
+        made: dict[CacheOperation, list[L2Transfer]] = {}
+        for part in started.parts:
+            try:
+                self._slots.check_filled(part)
+                made[part] = self._plan.transfers(part)
+            except Exception as error:
+                started.refused[part] = error
+                self._engine.failures.note(words(self._direction), error)
+        return made
 
-        All of it is taken out before the first error of a callback is raised. With ``wait``, where no ack is kept, this
+    # Poll
+
+    def poll(self, wait: bool) -> list[Ack]:
+        """Settle what is done on every rank, in order, and return its acks.
+
+        All of it is settled before the first error of a callback is raised. With ``wait``, where no ack is kept, this
         waits for the first that is done, and on if all that came of that was cancelled.
         """
-        with interrupts_held_back(), FirstError() as errors:
-            # Whether it goes round again is the same on all ranks, whatever one of them keeps or raises.
-            while self.started:
-                if wait and not self._acks:
-                    interruptibly(self.started[0].wait)
-                known, taken = len(self._acks), self._outcomes()
-                for started, failed in taken:
-                    with errors.kept():
-                        self._finish(started, failed)
-                if not wait or not taken or len(self._acks) > known:
-                    break
+        self._calls.check_thread()
+        if not (self.started or self._acks or self._slots.deferred):
+            return []
+        with self._calls:
+            self._settle(wait)
+            self._slots.reap()
+            self._calls.raise_first()
+            return self.take_acks()
+
+    def _settle(self, wait: bool) -> None:
+        # Whether it goes round again is the same on all ranks, whatever one of them keeps or raises.
+        while self.started:
+            if wait and not self._acks:
+                interruptibly(self.started[0].wait)
+            known, taken = len(self._acks), self._take_done()
+            for started, errors in taken:
+                self._finish(started, errors)
+            if not wait or not taken or len(self._acks) > known:
+                break
+
+    def settle_here(self) -> None:
+        """Settle what is done without asking other ranks, and keep the acks for the next poll."""
+        while self.started and self.started[0].done:
+            started = self.started.popleft()
+            self._finish(started, started.errors())
 
     def take_acks(self) -> list[Ack]:
-        """Hand out the acks that are kept."""
+        """Return the acks that are kept, each once."""
         acks, self._acks = self._acks, []
         return acks
+
+    def _finish(self, started: StartedOperation, errors: Errors) -> None:
+        """Keep an ack for each outcome, without what was cancelled, and free the slots of what does not count."""
+        by_outcome: dict[int, list[CacheOperation]] = {}
+        for part in started.parts:
+            if not part.cancelled:
+                by_outcome.setdefault(id(errors.get(part)), []).append(part)
+        self._acks += [started.ack(parts, errors.get(parts[0])) for parts in by_outcome.values()]
+        logger.debug("finished operations=%d errors=%d", len(started.parts), len(errors))
+        if started.handle is not None:
+            self._calls.call(self._engine.release, started.handle)
+        if started.consumer != NOTHING_TO_WAIT_FOR:
+            self._counter.forget(started.consumer, next(iter(errors.values()), None))
+        for part in started.parts:
+            if part in errors or part.cancelled:
+                self._slots.give_back(part)
+
+    # What others have to know
 
     def unsettled(self) -> Iterator[CacheOperation]:
         """Yield operations that are done and whose slots the next poll may give back."""
@@ -225,20 +292,11 @@ class OperationQueue:
         for started in self.started:
             yield from started.failures()
 
-    def keep_acks(self) -> None:
-        """Take out what is done, without asking other ranks, and keep the acks for the next poll."""
-        with FirstError() as errors:
-            while self.started and self.started[0].done:
-                started = self.started.popleft()
-                with errors.kept():
-                    self._finish(started, started.errors())
+    # Cancel
 
     def cancel(self, node_id: int) -> bool:
-        """Cancel a node's operations; tell whether there were any. Slots of started ones go back when they are done."""
-        found = False
-        for operation in [each for each in self.waiting if node_id in each.node_ids]:
-            self._withdraw(operation)
-            found = True
+        """Cancel a node's operations, and return whether there were any. Slots of started ones are freed when done."""
+        found = self._withdraw([operation for operation in self.waiting if node_id in operation.node_ids])
         for started in self.started:
             for part in started.parts:
                 if node_id in part.node_ids and not part.cancelled:
@@ -249,31 +307,29 @@ class OperationQueue:
 
     def cancel_waiting(self) -> None:
         """Cancel everything that was not started."""
-        with FirstError() as errors:
-            for operation in list(self.waiting):
-                with errors.kept():
-                    self._withdraw(operation)
+        self._withdraw(list(self.waiting))
 
-    def cancel_started(self) -> None:
-        """Cancel everything that was started."""
+    def clear(self) -> None:
+        """Cancel and settle everything, once nothing of it moves any more, and drop the acks."""
+        self.cancel_waiting()
         for started in self.started:
             started.cut = True
             for part in started.parts:
                 part.cancelled = True
-            if started.handle is not None:
-                started.handle.cancel()
-
-    def forget_acks(self) -> None:
-        """Drop the acks that are kept."""
+        self.settle_here()
         self._acks.clear()
 
-    def _withdraw(self, operation: CacheOperation) -> None:
-        self.waiting.remove(operation)
-        self._forget_uses(operation)
-        self._give_back(operation)
+    def _withdraw(self, operations: Sequence[CacheOperation]) -> bool:
+        self.waiting = [operation for operation in self.waiting if operation not in operations]
+        self._slots.stop_waiting(operations)
+        for operation in operations:
+            self._slots.give_back(operation)
+        return bool(operations)
 
-    def _outcomes(self) -> list[tuple[StartedOperation, dict[CacheOperation, BaseException]]]:
-        """Take out what is done on every rank, with the errors of the parts that failed on one."""
+    # Ranks
+
+    def _take_done(self) -> list[tuple[StartedOperation, Errors]]:
+        """Take out what is done on every rank, oldest first, with the errors of the parts that failed on one."""
         done = 0
         while done < len(self.started) and self.started[done].done:
             done += 1
@@ -286,14 +342,14 @@ class OperationQueue:
             self._agree_on_parts([outcome for outcome, ok in zip(outcomes, fine, strict=True) if not ok])
         return outcomes
 
-    def _agree_on_parts(self, failed: Sequence[tuple[StartedOperation, dict[CacheOperation, BaseException]]]) -> None:
+    def _agree_on_parts(self, failed: Sequence[tuple[StartedOperation, Errors]]) -> None:
         """Add the errors of other ranks to operations that have failed somewhere."""
         if not failed:
             return
         sizes = [len(started.parts) for started, _ in failed]
-        # The least and, as negatives, the most parts on any rank.
-        least_most = self._agreement.smallest([*sizes, *(-size for size in sizes)])
-        same = [size == least == -most for size, least, most in zip(sizes, *_halves(least_most), strict=True)]
+        # The smallest number of parts on any rank, and the largest as a negative.
+        extremes = self._agreement.smallest([*sizes, *(-size for size in sizes)])
+        same = [size == least == -most for size, least, most in zip(sizes, *_halves(extremes), strict=True)]
         flags = [
             int(part not in errors)
             for (started, errors), comparable in zip(failed, same, strict=True)
@@ -306,22 +362,6 @@ class OperationQueue:
             for part in started.parts:
                 if not (comparable and next(agreed)):
                     errors.setdefault(part, elsewhere)
-
-    def _finish(self, started: StartedOperation, errors: dict[CacheOperation, BaseException]) -> None:
-        """Let the slots go where they have to, and keep acks, one for each outcome, unless all was cancelled."""
-        by_outcome: dict[int, list[CacheOperation]] = {}
-        for part in started.parts:
-            if not part.cancelled:
-                by_outcome.setdefault(id(errors.get(part)), []).append(part)
-        self._acks += [started.ack(parts, errors.get(parts[0])) for parts in by_outcome.values()]
-        logger.debug("finished nodes=%s errors=%s", [part.node_ids for part in started.parts], list(errors.values()))
-        with FirstError() as raised:
-            with raised.kept():
-                self._finished(started, next(iter(errors.values()), None))
-            for part in started.parts:
-                if part in errors or part.cancelled:
-                    with raised.kept():
-                        self._give_back(part)
 
 
 def _halves(values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:

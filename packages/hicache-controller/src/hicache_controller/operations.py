@@ -1,4 +1,4 @@
-"""Operations and acks: what the controllers queue, merge, and hand back."""
+"""Operations and acks: what the controller queues, merges and returns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hicache_kernels.staging import Direction
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .events import Event
@@ -22,11 +23,11 @@ class OperationCancelledError(RuntimeError):
 
 
 class SourceFailedError(RuntimeError):
-    """The operation was not run, as the transfer that was to bring the bytes it moves has failed."""
+    """The operation was not run, because the transfer that brings the bytes it moves has failed."""
 
 
 class Ack(NamedTuple):
-    """What became of a write or a load; each is returned once by ``poll_writes`` or ``poll_loads``.
+    """The outcome of a write or a load; each is returned once by ``poll_writes`` or ``poll_loads``.
 
     Attributes
     ----------
@@ -37,7 +38,7 @@ class Ack(NamedTuple):
     host_ready
         Write: the host bytes are there. Load: they are no longer read.
     error
-        None, or why nothing of it counts. The slots the controller allocated for a failed operation (host slots of a
+        None, or why it failed. The slots the controller allocated for a failed operation (host slots of a
         write, device slots of a load) are free again.
     """
 
@@ -48,7 +49,7 @@ class Ack(NamedTuple):
 
 
 class StorageAck(NamedTuple):
-    """What became of a backup.
+    """The outcome of a backup.
 
     Attributes
     ----------
@@ -57,9 +58,9 @@ class StorageAck(NamedTuple):
     stored_pages
         Leading pages that are in storage.
     error
-        None where that is all of them and the last pages of further pools, else why it is not.
+        None where that is all of them and the last pages of other pools, else why it is not.
     pool_pages
-        How many of its last pages, leading ones, are in storage of each further pool that has no part for every page.
+        For each pool that has no part for every page, how many of its last pages are stored, from the first of them.
     """
 
     node_id: int
@@ -79,13 +80,15 @@ class CacheOperation:
     node_ids
         Nodes it serves.
     pool_transfers
-        What moves in further pools, resolved.
+        What moves in other pools, resolved.
     ready_events
         Events the transfer has to follow.
     parts
         The operations it was merged from, in order; itself alone where it was not merged.
     cancelled
         Whether its slots go back instead of to the caller.
+    direction
+        Whether it is a write or a load.
     id
         Grows with creation.
     """
@@ -97,17 +100,12 @@ class CacheOperation:
     ready_events: tuple[Event, ...] = ()
     parts: tuple[CacheOperation, ...] = ()
     cancelled: bool = False
+    direction: Direction = Direction.WRITE_BACK
     id: int = field(default_factory=lambda: next(_operation_ids))
 
     def __post_init__(self) -> None:
         if not self.parts:
             self.parts = (self,)
-
-    def check_resolved(self) -> None:
-        """Raise ValueError where somebody has released a transfer of a further pool since the operation was queued."""
-        for transfer in self.pool_transfers:
-            if transfer.host_indices is None or transfer.device_indices is None:
-                raise ValueError(f"transfer {transfer.name!s} was released while it was in flight")
 
     @staticmethod
     def merge_ops(operations: Sequence[CacheOperation]) -> CacheOperation:
@@ -133,6 +131,7 @@ class CacheOperation:
             pool_transfers=tuple(_merge_transfers(transfers) for transfers in by_pool.values()),
             ready_events=tuple(event for operation in operations for event in operation.ready_events),
             parts=tuple(part for operation in operations for part in operation.parts),
+            direction=operations[0].direction,
         )
 
 

@@ -8,24 +8,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hicache_kernels.staging import Direction
 from hicache_kernels.validation import seconds
 
 from .devices import Device, make_devices
-from .events import Event, wait_until_done
+from .events import COMPLETED, Event, wait_until_done
 from .failure_log import FailureLog
 from .forks import refuse_in_forks
-from .in_flight import Access, Granules, InFlight, Place, Side, Use
+from .in_flight import Access, InFlight, PageUse
 from .interrupts import interrupts_held_back
 from .metrics import Metrics
-from .transfer_handle import Direction, Guards, L2Transfer, Source, TransferHandle
+from .transfer_handle import Guards, L2Transfer, TransferHandle, Writer
 from .worker import Worker
+
+READ, WRITE = (Access.READ,), (Access.WRITE,)
+_THREAD_NAMES = {Direction.WRITE_BACK: "hicache-device-to-host", Direction.LOAD: "hicache-host-to-device"}
 
 
 class Predecessors(NamedTuple):
-    """What an operation has to follow: events, and transfers in flight that bring the bytes it reads."""
+    """What an operation has to follow: events, and the transfers in flight whose bytes it reads."""
 
     events: list[Event]
-    sources: list[Source]
+    writers: list[Writer]
 
 
 class Lane(NamedTuple):
@@ -36,13 +40,6 @@ class Lane(NamedTuple):
 
     device: Device
     worker: Worker
-
-
-class PendingPages(NamedTuple):
-    """Result of asking for pages: which nothing uses, and which something still does."""
-
-    idle: Granules
-    busy: Granules
 
 
 class L2TransferEngine:
@@ -94,17 +91,16 @@ class L2TransferEngine:
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
         self.failures = FailureLog()
-        devices = dict(zip(Direction, make_devices(self.device, synchronous=synchronous), strict=True))
+        devices = zip(_THREAD_NAMES.items(), make_devices(self.device, synchronous=synchronous), strict=True)
         self._lanes = {
-            direction: Lane(device, Worker(_thread_name(direction), device, synchronous=synchronous))
-            for direction, device in devices.items()
+            direction: Lane(device, Worker(name, device, synchronous=synchronous))
+            for (direction, name), device in devices
         }
 
     def submission_event(self) -> Event | None:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
-        return self._lanes[Direction.DEVICE_TO_HOST].device.submission_event()
+        return self._lanes[Direction.WRITE_BACK].device.submission_event()
 
-    @interrupts_held_back()  # what is on its way stays in the books
     def submit_device_to_host(
         self,
         transfers: Sequence[L2Transfer],
@@ -128,23 +124,32 @@ class L2TransferEngine:
         TransferHandle
             Its ``device_released`` and ``host_ready``, its error.
         """
-        after = self._ready(ready_events) if self.guards.write_follows_compute else []
-        if self.synchronous:
-            return self._submit(self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts), (), after)
-        uses: list[Use] = []
-        others: list[tuple[Use, tuple[Access, ...]]] = []
-        for transfer in transfers:
-            device = transfer.use(Side.DEVICE, Access.READ)
-            host = transfer.use(Side.HOST, Access.WRITE)
-            uses += [device, host]
-            others += [(device, (Access.WRITE,)), (host, (Access.WRITE,))]
-            if self.guards.refill_follows_read:
-                others.append((host, (Access.READ,)))
-        before = self.predecessors(others)
-        handle = self._handle(Direction.DEVICE_TO_HOST, transfers, 0, parts, before.sources)
-        return self._submit(handle, uses, [*after, *before.events])
+        with interrupts_held_back():  # what moves is known to be in flight
+            after: list[Event] = []
+            if self.guards.write_follows_compute:
+                submitted = None if ready_events else self.submission_event()
+                after = list(ready_events) if submitted is None else [submitted]
+            uses: list[PageUse] = []
+            before: list[tuple[PageUse, tuple[Access, ...]]] = []
+            if not self.synchronous:
+                host_accesses = (Access.WRITE, Access.READ) if self.guards.refill_follows_read else WRITE
+                for transfer in transfers:
+                    device, host = transfer.use("device", Access.READ), transfer.use("host", Access.WRITE)
+                    uses += (device, host)
+                    before += ((device, WRITE), (host, host_accesses))
+            handle = self._handle(Direction.WRITE_BACK, transfers, 0, parts, before, after)
+            if not self.guards.overwrite_follows_read:
+                handle.device_released = COMPLETED
+            worker = self._lanes[Direction.WRITE_BACK].worker
+            if uses:
+                self.in_flight.add(handle, uses)
+            try:
+                worker.submit(handle, after, inline=self._queue_inline and not handle.moves_on_cpu)
+            except BaseException:
+                self.in_flight.remove(handle)
+                raise
+            return handle
 
-    @interrupts_held_back()  # what is on its way stays in the books
     def submit_host_to_device(
         self,
         transfers: Sequence[L2Transfer],
@@ -164,41 +169,49 @@ class L2TransferEngine:
         ready_events
             Events after which the rows may be overwritten; on CUDA the caller's current stream counts as well.
         """
-        after: list[Event] = []
-        if self.guards.load_follows_compute:
-            submitted = self.submission_event()
-            after = [*ready_events, *([submitted] if submitted is not None else [])]
-        if self.synchronous:
-            return self._submit(self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts), (), after)
-        uses: list[Use] = []
-        others: list[tuple[Use, tuple[Access, ...]]] = []
-        for transfer in transfers:
-            device = transfer.use(Side.DEVICE, Access.WRITE)
-            host = transfer.use(Side.HOST, Access.READ)
-            uses += [device, host]
-            others.append((device, (Access.READ, Access.WRITE)))
-            if self.guards.read_follows_write:
-                others.append((host, (Access.WRITE,)))
-        before = self.predecessors(others)
-        handle = self._handle(Direction.HOST_TO_DEVICE, transfers, layers, parts, before.sources)
-        return self._submit(handle, uses, [*after, *before.events])
+        with interrupts_held_back():
+            after: list[Event] = []
+            if self.guards.load_follows_compute:
+                submitted = self.submission_event()
+                after = list(ready_events) if submitted is None else [*ready_events, submitted]
+            uses: list[PageUse] = []
+            before: list[tuple[PageUse, tuple[Access, ...]]] = []
+            if not self.synchronous:
+                for transfer in transfers:
+                    device, host = transfer.use("device", Access.WRITE), transfer.use("host", Access.READ)
+                    uses += (device, host)
+                    before.append((device, (Access.READ, Access.WRITE)))
+                    if self.guards.read_follows_write:
+                        before.append((host, WRITE))
+            handle = self._handle(Direction.LOAD, transfers, layers, parts, before, after)
+            worker = self._lanes[Direction.LOAD].worker
+            if uses:
+                self.in_flight.add(handle, uses)
+            try:
+                worker.submit(handle, after, inline=self._queue_inline and not handle.moves_on_cpu)
+            except BaseException:
+                self.in_flight.remove(handle)
+                raise
+            return handle
 
-    def predecessors(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> Predecessors:
+    def predecessors(self, uses: Iterable[tuple[PageUse, tuple[Access, ...]]]) -> Predecessors:
         """Find what is in flight now and uses the pages in those ways."""
         events: dict[int, Event] = {}
-        sources: list[Source] = []
+        writers: list[Writer] = []
+        if not self.in_flight:
+            return Predecessors([], writers)
         for use, accesses in uses:
             for owner in self.in_flight.users(use, accesses):
-                event = owner.device_released if use.place.side is Side.DEVICE else owner.host_ready
+                event = owner.device_released if use.side.side == "device" else owner.host_ready
                 if not event.query():
                     events[id(event)] = event
-                # A reader waits for writers alone, so these are what it reads. Storage says by itself what it brought.
+                # A reader waits for writers alone. Storage reports by itself what it has written.
                 if use.access is Access.READ and isinstance(owner, TransferHandle):
-                    sources.append(Source(owner, use))
-        return Predecessors(list(events.values()), sources)
+                    writers.append(Writer(owner, use))
+        return Predecessors(list(events.values()), writers)
 
-    def events_of_users(self, uses: Iterable[tuple[Use, tuple[Access, ...]]]) -> list[Event]:
-        """Events after which none of the pages is used any more in those ways by what is in flight now."""
+    def events_of_users(self, uses: Iterable[tuple[PageUse, tuple[Access, ...]]]) -> list[Event]:
+        """Return events after which none of the pages is used any more in those ways by what is in flight now."""
         return self.predecessors(uses).events
 
     def release(self, handle: TransferHandle) -> None:
@@ -211,14 +224,6 @@ class L2TransferEngine:
         for owner in self.in_flight.owners():
             if owner.done:
                 self.in_flight.remove(owner)
-
-    def idle_pages(self, place: Place, pages: Granules) -> PendingPages:
-        """Split pages by whether something in flight uses them."""
-        self.reap()
-        busy = self.in_flight.busy(place, pages)
-        if not busy.any():
-            return PendingPages(pages, pages[:0])
-        return PendingPages(pages[~busy], pages[busy])
 
     def drain(self, timeout: float | None = None) -> bool:
         """Block until what is in flight now is done; False when ``timeout`` seconds pass first."""
@@ -238,39 +243,17 @@ class L2TransferEngine:
         stopped = [lane.worker.close(timeout) for lane in self._lanes.values()]
         return all(stopped)
 
-    def _ready(self, ready_events: Sequence[Event]) -> list[Event]:
-        if ready_events:
-            return list(ready_events)
-        submitted = self.submission_event()
-        return [] if submitted is None else [submitted]
-
     def _handle(
         self,
         direction: Direction,
         transfers: Sequence[L2Transfer],
         layers: int,
         parts: Sequence[Sequence[L2Transfer]],
-        sources: Sequence[Source] = (),
+        before: Iterable[tuple[PageUse, tuple[Access, ...]]],
+        after: list[Event],
     ) -> TransferHandle:
+        """Make the handle of a transfer, and add the events of its predecessors to ``after``."""
+        events, writers = self.predecessors(before)
+        after += events
         device = self._lanes[direction].device
-        return TransferHandle(
-            direction, transfers, layers, device, self.metrics, self.guards, self.failures, sources, parts
-        )
-
-    def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
-        worker = self._lanes[handle.direction].worker
-        if not uses:
-            worker.submit(handle, after)
-            return handle
-        inline = self._queue_inline and not handle.moves_on_cpu
-        self.in_flight.add(handle, uses)
-        try:
-            worker.submit(handle, after, inline=inline)
-        except BaseException:
-            self.in_flight.remove(handle)
-            raise
-        return handle
-
-
-def _thread_name(direction: Direction) -> str:
-    return f"hicache-{direction.name.lower().replace('_', '-')}"
+        return TransferHandle(direction, transfers, layers, device, self.metrics, self.failures, writers, parts)

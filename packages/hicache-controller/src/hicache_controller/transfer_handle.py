@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from hicache_kernels import TransferResult
+from hicache_kernels.staging import Direction
 from hicache_kernels.validation import MAX_BLOCKS, whole
-from hicache_pools.device_pools.base import DevicePool
+from hicache_pools.group_slots import Side
 
 from .devices import Clock, Device
 from .events import COMPLETED, Event, Signal
 from .failure_log import FailureLog
-from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
-from .metrics import Metrics
+from .in_flight import Access, InFlight, PageUse, PoolSide, pages_of
+from .indices import device_pages
+from .metrics import Labels, Metrics
 from .operations import OperationCancelledError, SourceFailedError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Guards:
-    """Which of the five hazards are closed; all of them, but in the tests that show what each guard prevents.
+    """Which of the five hazards are closed: all of them, except in tests that show what each guard prevents.
 
     Attributes
     ----------
@@ -52,19 +52,7 @@ class Guards:
     refill_follows_read: bool = True
 
 
-class Direction(Enum):
-    """Way of a transfer."""
-
-    DEVICE_TO_HOST = "write_back"
-    HOST_TO_DEVICE = "load"
-
-    @property
-    def words(self) -> str:
-        """As messages say it."""
-        return "load" if self is Direction.HOST_TO_DEVICE else "write-back"
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class L2Transfer:
     """One pool's part of a transfer.
 
@@ -83,7 +71,7 @@ class L2Transfer:
     io_backend
         ``"kernel"`` or ``"direct"``.
     block_quota
-        Most CTAs the transfer may hold, as the pools take it. Only a pool's calls with a quota get the keyword.
+        Most CTAs that the transfer may hold; None leaves it to the pool, which then need not know the keyword.
     """
 
     name: str
@@ -100,74 +88,36 @@ class L2Transfer:
         if self.block_quota is not None:
             whole("block_quota", self.block_quota, least=0, most=MAX_BLOCKS)
 
-    def device_granules(self) -> Granules | None:
-        """Pages of the device side; None where they are not known on the CPU."""
-        if isinstance(self.device_pool, DevicePool) and self.device_pool.index_translation is not None:
-            return None
-        return page_granules(self.device_indices, int(self.host_pool.page_size))
+    def use(self, side: Side, access: Access) -> PageUse:
+        """Return what it does with its pages of one side; they are unknown where they are not on the CPU."""
+        page_size = int(self.host_pool.page_size)
+        if side == "host":
+            pages = pages_of(self.host_indices, page_size)
+        else:
+            pages = device_pages(self.device_pool, self.device_indices, page_size)
+        return PageUse(PoolSide(self.name, side), access, pages)
 
-    def host_granules(self) -> Granules | None:
-        """Pages of the host side."""
-        return page_granules(self.host_indices, int(self.host_pool.page_size))
-
-    def use(self, side: Side, access: Access) -> Use:
-        """Describe what it does with its slots on one side."""
-        granules = self.device_granules() if side is Side.DEVICE else self.host_granules()
-        return Use(Place(self.name, side), access, granules)
-
-    def write_back(self) -> TransferResult:
-        """Queue or do the copy of every layer to the host."""
-        result: TransferResult = self.host_pool.backup_from_device_all_layer(
-            self.device_pool, self.host_indices, self.device_indices, self.io_backend, **self._quota()
-        )
-        return result
-
-    def load_whole_pool(self) -> TransferResult:
-        """Queue or do the copy of all layers to the device, those of packed drafts included."""
-        result: TransferResult = self.host_pool.load_to_device_all_layer(
-            self.device_pool,
-            self.host_indices,
-            self.device_indices,
-            self.io_backend,
-            layer_events=True,
-            **self._quota(),
-        )
-        return result
-
-    def load_layer(self, layer: int) -> TransferResult:
-        """Queue or do the copy of one of the pool's layers to the device."""
-        result: TransferResult = self.host_pool.load_to_device_per_layer(
-            self.device_pool,
-            self.host_indices,
-            self.device_indices,
-            layer,
-            self.io_backend,
-            is_draft=self.is_draft,
-            **self._quota(),
-        )
-        return result
-
-    def _quota(self) -> dict[str, int]:
-        # Pools that engines bring need not know the keyword.
+    @property
+    def quota(self) -> dict[str, int]:
+        """Keyword of the pool's transfers; pools that engines bring need not know it."""
         return {} if self.block_quota is None else {"block_quota": self.block_quota}
 
 
-class Source(NamedTuple):
-    """A transfer in flight, and what another operation reads of what it brings."""
+class Writer(NamedTuple):
+    """A transfer in flight, and what another operation reads of the bytes that it writes."""
 
     handle: TransferHandle
-    use: Use
+    use: PageUse
 
-    def check(self, use: Use) -> None:
-        """Raise SourceFailedError where the transfer, or the part of it that brings any of ``use``, has failed."""
+    def check(self, use: PageUse) -> None:
+        """Raise SourceFailedError where the transfer, or the part of it that writes any of ``use``, has failed."""
         error = self.handle.error_of(use)
         if error is not None:
-            what = self.handle.direction.words
-            raise source_error(what, error) from error
+            raise source_error(self.handle.direction, error) from error
 
 
 class InFlightOperation:
-    """Anything that uses slots: events that tell when it no longer does.
+    """Anything that uses slots, with the events after which it no longer does.
 
     Attributes
     ----------
@@ -178,8 +128,18 @@ class InFlightOperation:
     device_released: Event = COMPLETED
     host_ready: Event = COMPLETED
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
-        self._sources = tuple(sources)
+    def __init__(self, writers: Sequence[Writer] = ()) -> None:
+        self._writers = tuple(writers)
+
+    def check_writers(self) -> None:
+        """Raise SourceFailedError if a transfer failed whose bytes this operation reads, after waiting for it.
+
+        On CUDA a transfer has failed here if it could not be queued; what fails later on the device fails all after it.
+        """
+        # Dropped, or each transfer would keep all those before it.
+        writers, self._writers = self._writers, ()
+        for writer in writers:
+            writer.check(writer.use)
 
     @property
     def pages(self) -> int:
@@ -194,27 +154,30 @@ class InFlightOperation:
         """End with an error without having started."""
         raise NotImplementedError
 
-    def check_sources(self) -> None:
-        """Raise SourceFailedError if a transfer failed whose bytes this one moves, once they are waited for.
-
-        On CUDA that is known of what failed when it was queued; what fails later on the device fails all behind it.
-        """
-        # Let go, or each transfer would keep all those before it.
-        sources, self._sources = self._sources, ()
-        for source in sources:
-            source.check(source.use)
-
     @property
     def done(self) -> bool:
-        """Whether all its slots are its no longer."""
+        """Whether it uses no slot any more."""
         return self.device_released.query() and self.host_ready.query()
 
 
 class TransferHandle(InFlightOperation):
-    """A submitted transfer; a job of its lane, and what its submitter watches.
+    """A submitted transfer: the job of a worker, and what its submitter watches.
 
-    One that was merged from several ``parts`` is tried at once. Where that fails, each part is tried by itself before
-    any event fires that would say that it is over, so that a bad one fails alone.
+    One that was merged from several ``parts`` is tried as a whole. Where that fails, each part is tried by itself
+    before any event fires that would say that it is over, so that a bad part fails alone.
+
+    Parameters
+    ----------
+    direction, transfers, parts
+        What moves; ``parts`` are the same rows as the transfers of each operation that was merged.
+    layers
+        Model layers of a load.
+    device
+        Where it runs.
+    metrics, failures
+        Where to count and log.
+    writers
+        Transfers whose bytes it reads.
 
     Attributes
     ----------
@@ -225,7 +188,7 @@ class TransferHandle(InFlightOperation):
     part_errors
         Why parts of it failed, by number.
     results
-        What each pool's transfer reported.
+        What each call of a pool reported.
     """
 
     device_released: Signal
@@ -238,32 +201,32 @@ class TransferHandle(InFlightOperation):
         layers: int,
         device: Device,
         metrics: Metrics,
-        guards: Guards,
         failures: FailureLog,
-        sources: Sequence[Source] = (),
+        writers: Sequence[Writer] = (),
         parts: Sequence[Sequence[L2Transfer]] = (),
     ) -> None:
-        super().__init__(sources)
+        super().__init__(writers)
         self.direction = direction
-        # Kept until the handle goes: what an asynchronous copy reads belongs to its operation.
+        # Kept as long as the handle: what an asynchronous copy reads belongs to its operation.
         self.transfers = tuple(transfers)
         self._parts = tuple(parts)
-        self._apart: list[int] | None = None  # numbers of the parts that go on, once they are tried one by one
+        self._separate: list[int] | None = None  # numbers of the parts that go on, once they are tried one by one
         self.device_released = device.signal()
         self.host_ready = device.signal()
-        self.layer_events: tuple[Signal, ...] = tuple(device.signal() for _ in range(layers))
+        self.layer_events: tuple[Signal, ...] = tuple([device.signal() for _ in range(layers)])
         self.error: BaseException | None = None
         self.part_errors: dict[int, BaseException] = {}
-        self.results: list[TransferResult] = []
-        self._pools: list[str] = []
-        self._counted: set[int] = set()
+        self._moved: list[tuple[L2Transfer, TransferResult]] = []
         self._device = device
         self._metrics = metrics
         self._failures = failures
         self._cancelled = False
         self._clock: Clock | None = None
-        if direction is Direction.DEVICE_TO_HOST and not guards.overwrite_follows_read:
-            self.device_released = COMPLETED
+
+    @property
+    def results(self) -> list[TransferResult]:
+        """What each call of a pool reported, in order."""
+        return [result for _, result in self._moved]
 
     @property
     def moves_on_cpu(self) -> bool:
@@ -279,14 +242,14 @@ class TransferHandle(InFlightOperation):
         """Why one of the parts failed."""
         return self.part_errors.get(number, self.error)
 
-    def error_of(self, use: Use) -> BaseException | None:
-        """Why some of ``use`` did not get its bytes, as far as they were to come with this transfer."""
+    def error_of(self, use: PageUse) -> BaseException | None:
+        """Why pages of ``use`` that this transfer was to fill are not filled."""
         if self.error is not None or not self.part_errors:
             return self.error
-        brought: InFlight[int] = InFlight()
+        filled: InFlight[int] = InFlight()
         for number in self.part_errors:
-            brought.add(number, [each.use(use.place.side, Access.WRITE) for each in self._parts[number]])
-        return next((self.part_errors[number] for number in brought.users(use, (Access.WRITE,))), None)
+            filled.add(number, [each.use(use.side.side, Access.WRITE) for each in self._parts[number]])
+        return next((self.part_errors[number] for number in filled.users(use, (Access.WRITE,))), None)
 
     def cancel(self) -> None:
         """Let it stop at the next layer; it is over when :attr:`done`."""
@@ -301,64 +264,78 @@ class TransferHandle(InFlightOperation):
     def run(self) -> None:
         """Do or queue the copies; whatever happens, every event fires."""
         began = time.perf_counter()
-        released: tuple[torch.cuda.Event, ...] | None = None
-        ready: tuple[torch.cuda.Event, ...] | None = None
+        ends: _Ends = (None, None)
         try:
-            self._attempt(self._check_sources_of)
-            self._sources = ()
+            if self._writers:
+                self._attempt(self._check_writers_of)
+                self._writers = ()
             self._device.before_transfer(self.transfers)
             self._clock = self._device.clock()
-            if self.direction is Direction.DEVICE_TO_HOST:
-                self._attempt(self._write_back)
-                released = _cuda_events(result.device_released for result in self.results)
-                ready = _cuda_events(result.host_ready for result in self.results)
-            else:
-                self._load()
-            if self._apart is not None:
+            for step, event in self._steps():
+                if self._parts:
+                    self._attempt(step)
+                else:
+                    step(self.transfers)
+                if event is not None:
+                    event.fire()
+            if self.direction is Direction.WRITE_BACK:
+                ends = self._ends()
+            if self._separate is not None:
                 self._settle()
             self._stop_clock()
         except BaseException as error:
-            self.error = error
-            self._sources = ()
-            if not isinstance(error, SourceFailedError):
-                self._settle()
+            self._fail(error)
             if not isinstance(error, Exception):
                 raise
-            if not isinstance(error, OperationCancelledError) and not self.part_errors:
-                self._count_failure(error)
         finally:
-            # Who sees that it is over finds it counted.
+            # Counted before anyone can see that it is over.
             try:
                 self._record(time.perf_counter() - began)
             finally:
-                self._fire_all(released, ready)
+                self._fire_all(*ends)
 
     def abandon(self, error: Exception) -> None:
         """End without having started."""
-        self._sources = ()
+        self._writers = ()
         self.error = error
-        self._fire_all()
+        self._fire_all(None, None)
 
-    def _attempt(self, step: Callable[[Sequence[L2Transfer]], None]) -> None:
-        """Do a step for all transfers or, where that has failed, for each part that has not failed; raise if all have.
+    # Steps
 
-        A step may be repeated for rows that it has moved already, as nobody can have seen these yet.
+    def _steps(self) -> Iterator[tuple[_Step, Signal | None]]:
+        """Yield what is done in turn, and the event that is fired after it."""
+        if self.direction is Direction.WRITE_BACK:
+            yield self._write_back, None
+        elif self._device.loads_whole_pools and len({transfer.name for transfer in self.transfers}) == 1:
+            yield self._load_whole_pool, None
+        else:
+            for layer, event in enumerate(self.layer_events):
+                yield partial(self._load_layer, layer), event
+
+    def _attempt(self, step: _Step) -> None:
+        """Do a step for all transfers or, where that fails, for each part that has not failed; raise if all have.
+
+        A step may be repeated for rows that it has moved already: no event has fired yet that would let them be read.
         """
-        repeated: Exception | None = None
-        if self._apart is None:
-            try:
-                step(self.transfers)
-                return
-            except OperationCancelledError:
+        if self._separate is not None:
+            self._attempt_separately(step)
+            return
+        try:
+            step(self.transfers)
+        except OperationCancelledError:
+            raise
+        except Exception as error:
+            if not self._parts:
                 raise
-            except Exception as error:
-                if not self._parts:
-                    raise
-                if not isinstance(error, SourceFailedError):
-                    self._settle()
-                self._apart = list(range(len(self._parts)))
-                repeated = error
-        for number in self._apart:
+            if not isinstance(error, SourceFailedError):
+                self._settle()
+            self._separate = list(range(len(self._parts)))
+            self._attempt_separately(step)
+            if not self.part_errors:
+                self._count_failure(error)  # no part is at fault, but the time it cost should be seen
+
+    def _attempt_separately(self, step: _Step) -> None:
+        for number in self._separate or ():
             try:
                 step(self._parts[number])
             except OperationCancelledError:
@@ -366,49 +343,47 @@ class TransferHandle(InFlightOperation):
             except Exception as error:
                 self.part_errors[number] = error
                 self._count_failure(error)
-        if repeated is not None and not self.part_errors:
-            self._count_failure(repeated)  # no part is to blame, but the time it cost is to be seen
-        self._apart = [number for number in self._apart if number not in self.part_errors]
-        if not self._apart:
+        self._separate = [number for number in self._separate or () if number not in self.part_errors]
+        if not self._separate:
             raise next(iter(self.part_errors.values()))
 
-    def _count_failure(self, error: BaseException) -> None:
-        self._metrics.count("transfer_failures", direction=self.direction.value)
-        self._failures.note(self.direction.words, error)
-
-    def _check_sources_of(self, transfers: Sequence[L2Transfer]) -> None:
-        for source in self._sources:
-            if not source.handle.has_failed:
+    def _check_writers_of(self, transfers: Sequence[L2Transfer]) -> None:
+        for writer in self._writers:
+            if not writer.handle.has_failed:
                 continue
             for transfer in transfers:
-                use = transfer.use(source.use.place.side, Access.READ)
-                if use.place == source.use.place:
-                    source.check(use)
+                use = transfer.use(writer.use.side.side, Access.READ)
+                if use.side == writer.use.side:
+                    writer.check(use)
 
     def _write_back(self, transfers: Sequence[L2Transfer]) -> None:
-        for transfer in transfers:
+        for each in transfers:
             if self._cancelled:
                 raise OperationCancelledError("the write was cancelled")
-            self._note(transfer, transfer.write_back())
-
-    def _load(self) -> None:
-        if self._cancelled:
-            raise OperationCancelledError("the load was cancelled")
-        if self._device.loads_whole_pools and len({transfer.name for transfer in self.transfers}) == 1:
-            self._attempt(self._load_whole_pool)
-            return
-        for layer, event in enumerate(self.layer_events):
-            self._attempt(partial(self._load_layer, layer))
-            event.fire()
+            result = each.host_pool.backup_from_device_all_layer(
+                each.device_pool, each.host_indices, each.device_indices, each.io_backend, **each.quota
+            )
+            self._moved.append((each, result))
 
     def _load_whole_pool(self, transfers: Sequence[L2Transfer]) -> None:
-        """Load the only pool, whose transfer comes first, in one call; its drafts' transfers tell their layers."""
+        """Load the only pool, whose transfer is first, in one call; the transfers of its drafts give their layers."""
+        if self._cancelled:
+            raise OperationCancelledError("the load was cancelled")
         owner = transfers[0]
-        result = owner.load_whole_pool()
-        self._note(owner, result)
-        if not result.layer_done or self._apart is not None:  # the layers of one part are not those of all
-            return
-        local_layers = {layer: local for layer, local in enumerate(owner.layer_map) if local is not None}
+        result = owner.host_pool.load_to_device_all_layer(
+            owner.device_pool,
+            owner.host_indices,
+            owner.device_indices,
+            owner.io_backend,
+            layer_events=True,
+            **owner.quota,
+        )
+        self._moved.append((owner, result))
+        if result.layer_done and self._separate is None:  # the layers of one part are not those of all
+            self._fire_layers(transfers, result.layer_done)
+
+    def _fire_layers(self, transfers: Sequence[L2Transfer], layer_done: Sequence[torch.cuda.Event]) -> None:
+        local_layers = {layer: local for layer, local in enumerate(transfers[0].layer_map) if local is not None}
         for draft in transfers[1:]:
             first = 1 + max(local_layers.values(), default=-1)
             own = [layer for layer, local in enumerate(draft.layer_map) if local is not None]
@@ -416,37 +391,61 @@ class TransferHandle(InFlightOperation):
         done: tuple[torch.cuda.Event, ...] = ()
         for layer, event in enumerate(self.layer_events):
             if layer in local_layers:
-                done = (result.layer_done[local_layers[layer]],)
+                done = (layer_done[local_layers[layer]],)
             event.fire(done)
 
     def _load_layer(self, layer: int, transfers: Sequence[L2Transfer]) -> None:
-        for transfer in transfers:
-            local = transfer.layer_map[layer] if layer < len(transfer.layer_map) else None
+        for each in transfers:
+            local = each.layer_map[layer] if layer < len(each.layer_map) else None
             if local is None:
                 continue
             if self._cancelled:
                 raise OperationCancelledError("the load was cancelled")
-            result = transfer.load_layer(local)
-            # Every layer moves the same runs of pages; they count once.
-            self._note(transfer, dataclasses.replace(result, runs=0) if id(transfer) in self._counted else result)
-            self._counted.add(id(transfer))
+            result = each.host_pool.load_to_device_per_layer(
+                each.device_pool,
+                each.host_indices,
+                each.device_indices,
+                local,
+                each.io_backend,
+                is_draft=each.is_draft,
+                **each.quota,
+            )
+            self._moved.append((each, result))
+
+    # Ends
+
+    def _ends(self) -> _Ends:
+        return (
+            _cuda_events(result.device_released for _, result in self._moved),
+            _cuda_events(result.host_ready for _, result in self._moved),
+        )
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
-            events = (event for result in self.results for event in (result.device_released, result.host_ready))
+            events = (event for _, result in self._moved for event in (result.device_released, result.host_ready))
             self._clock.stop([event for event in events if event is not None])
 
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        self._writers = ()
+        if not isinstance(error, SourceFailedError):
+            self._settle()
+        if isinstance(error, Exception) and not isinstance(error, OperationCancelledError) and not self.part_errors:
+            self._count_failure(error)
+
     def _settle(self) -> None:
-        """Nothing may still move when the slots go back."""
+        """Nothing may still move when the slots are freed."""
         try:
             self._device.settle()
         except Exception:
             logger.exception("waiting for the device after a failed transfer failed too")
 
+    def _count_failure(self, error: BaseException) -> None:
+        self._metrics.count("transfer_failures", direction=self.direction.value)
+        self._failures.note(words(self.direction), error)
+
     def _fire_all(
-        self,
-        released: tuple[torch.cuda.Event, ...] | None = None,
-        ready: tuple[torch.cuda.Event, ...] | None = None,
+        self, released: tuple[torch.cuda.Event, ...] | None, ready: tuple[torch.cuda.Event, ...] | None
     ) -> None:
         """Fire what has not fired: the ends with the given events, or with the work queued so far."""
         layers = ((event, None) for event in self.layer_events)
@@ -456,24 +455,33 @@ class TransferHandle(InFlightOperation):
             except Exception as error:
                 self.error = self.error or error
 
-    def _note(self, transfer: L2Transfer, result: TransferResult) -> None:
-        self.results.append(result)
-        self._pools.append(transfer.name)
-
     def _record(self, seconds: float) -> None:
         direction = self.direction.value
-        for pool, result in zip(self._pools, self.results, strict=True):
-            path = result.path
-            self._metrics.count("transfer_bytes", result.bytes, path=path, direction=direction, pool=pool)
-            self._metrics.count("transfer_runs", result.runs, path=path, direction=direction, pool=pool)
-            self._metrics.count("transfer_operations", path=path, direction=direction, pool=pool)
-            if path == "reference":
-                self._metrics.count("fallbacks", reason=result.reason, direction=direction)
+        counts: dict[tuple[str, Labels], float] = {}
+        seen: set[int] = set()
+        for transfer, result in self._moved:
+            labels = (("direction", direction), ("path", result.path), ("pool", transfer.name))
+            for name, amount in (
+                ("transfer_bytes", result.bytes),
+                # Every layer moves the same runs of pages; they count once.
+                ("transfer_runs", 0 if id(transfer) in seen else result.runs),
+                ("transfer_operations", 1),
+            ):
+                counts[name, labels] = counts.get((name, labels), 0) + amount
+            if result.path == "reference":
+                fallback = ("fallbacks", (("direction", direction), ("reason", result.reason)))
+                counts[fallback] = counts.get(fallback, 0) + 1
+            seen.add(id(transfer))
+        self._metrics.add(counts)
         self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
 
 
+_Step = Callable[[Sequence[L2Transfer]], None]
+_Ends = tuple[tuple[torch.cuda.Event, ...] | None, tuple[torch.cuda.Event, ...] | None]
+
+
 def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...] | None:
-    """Return the events; where one is missing, what the current stream holds now stands for it (None: for all)."""
+    """Return the events, or None for none; where one is missing, also what the current stream holds now."""
     listed = list(events)
     known = tuple(event for event in listed if event is not None)
     if not known:
@@ -481,6 +489,11 @@ def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.
     return known if len(known) == len(listed) else (*known, torch.cuda.current_stream().record_event())
 
 
-def source_error(what: str, error: BaseException) -> SourceFailedError:
-    """Make the error of an operation on bytes that a write-back or load (``what``) was to bring, and did not."""
-    return SourceFailedError(f"the {what} of its bytes failed: {error}")
+def words(direction: Direction) -> str:
+    """Return a direction as messages name it."""
+    return direction.value.replace("_", "-")
+
+
+def source_error(direction: Direction, error: BaseException) -> SourceFailedError:
+    """Make the error of an operation that reads bytes which a write-back or a load has failed to bring."""
+    return SourceFailedError(f"the {words(direction)} of its bytes failed: {error}")

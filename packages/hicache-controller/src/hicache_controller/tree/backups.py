@@ -12,7 +12,7 @@ from ..hybrid import HybridCacheController
 from ..interrupts import interrupts_held_back
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
-from ..storage_worker import ANCHOR
+from ..storage.base import ANCHOR
 from .components import window_rank
 from .events import CacheEvent, Change, Tier
 from .eviction import TreeEviction
