@@ -22,7 +22,7 @@ TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
 DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
 NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl==13.*")
 COMPILE_TESTS = "tests/kernels/compile"
-DOCUMENT_TESTS = ("tests/together/test_docs.py", "tests/together/test_docs_site.py")
+DOCUMENT_TESTS = tuple(f"tests/together/test_docs{part}.py" for part in ("", "_backend", "_site"))
 OLDEST_TORCH = "2.10.*"
 REPORTS = Path(tempfile.mkdtemp(prefix="hicache-nox-"))
 SMOKE_CHECKS = {

@@ -237,8 +237,8 @@ class HiCache:
             )
         if not shape.given_tokens:
             self.log_once(
-                "prompts will not be cached: the model hands its decoder embeddings, whose tokens are not known; make the "
-                "cache for a model of text alone"
+                "prompts will not be cached: the model hands its decoder embeddings, whose tokens are not known; make "
+                "the cache for a model of text alone"
             )
 
     @property

@@ -197,7 +197,7 @@ def build_tiers(
             entry = PoolEntry(PoolName.KV, anchor, None, lambda _: None, is_primary_index_anchor=True)
             group = HostPoolGroup([entry, *group.entries])
         pages = _connect_allocators(group, device, page_size)
-        controller = _make_controller(group, pools)
+        controller = _make_controller(group)
         undo.callback(controller.shutdown)
         tree = UnifiedRadixCache(controller, pages, page_size=page_size, components=pools.components(window_pages))
         undo.pop_all()
@@ -238,13 +238,13 @@ class _DevicePools:
         return components
 
 
-def _make_controller(group: HostPoolGroup, pools: _DevicePools) -> HybridCacheController:
+def _make_controller(group: HostPoolGroup) -> HybridCacheController:
     storage = StorageSettings(
         prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
         batch_pages=STORAGE_BATCH_PAGES,
         max_wait_seconds=STORAGE_WAIT_SECONDS,
     )
-    sidecars = [SidecarPoolSpec(PoolName.INDEXER, PoolName.KV)] if pools.index is not None else []
+    sidecars = SidecarPoolSpec.of_group(group)
     return HybridCacheController(group, sidecars=sidecars, queue_inline=True, storage=storage)
 
 
