@@ -22,7 +22,7 @@ TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
 DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
 NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl==13.*")
 COMPILE_TESTS = "tests/kernels/compile"
-DOCUMENT_TESTS = ("tests/together/test_docs.py", "tests/together/test_docs_site.py")
+DOCUMENT_TESTS = tuple(f"tests/together/test_docs{part}.py" for part in ("", "_backend", "_site"))
 OLDEST_TORCH = "2.10.*"
 REPORTS = Path(tempfile.mkdtemp(prefix="hicache-nox-"))
 SMOKE_CHECKS = {
@@ -126,10 +126,10 @@ def controller(session: nox.Session) -> None:
 
 @nox.session
 def together(session: nox.Session) -> None:
-    """Run the tests of all three packages at work, and the GPU tests (which skip where there is none)."""
+    """Run the tests of the sources, of all three packages at work, and on a GPU (which skip where there is none)."""
     extras = "[mooncake,plot,prometheus,transformers]"
     install_wheels(session, *PACKAGES, extras=extras, with_=(*TEST_TOOLS, "peft>=0.21"))
-    pytest(session, "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
+    pytest(session, "tests/house", "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 
 @nox.session

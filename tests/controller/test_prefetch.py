@@ -8,7 +8,7 @@ import torch
 
 from hicache_controller.devices import CpuDevice
 from hicache_controller.policies import PrefetchPolicy
-from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.contract import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_settings import StorageSettings
 from hicache_controller.storage_tasks import StorageTask

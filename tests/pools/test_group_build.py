@@ -11,6 +11,7 @@ from hicache_pools import (
     DeepSeekV4StatePool,
     DSAIndexerPoolHost,
     DSATokenToKVPool,
+    HostPool,
     MambaPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -96,6 +97,24 @@ def test_a_sparse_attention_pool_makes_two_host_pools_with_the_same_pages() -> N
     page_bytes = sum(entry.host_pool.page_bytes for entry in group.entries)
     assert 1e6 - page_bytes < used <= 1e6
     group.destroy()
+
+
+def test_sidecars_of_a_device_pool_are_declared_once_and_share_its_slots() -> None:
+    class Latents(HostPool):
+        component_names = ("kv",)
+
+    class Keys(HostPool):
+        component_names = ("index_k",)
+
+    spec = PoolSpec(dsa(), host_pool_type=Latents, sidecars={"scales": Keys}, layers=(1, 3), pages=5)
+    group = build_host_pool_group({"kv": spec}, page_size=PAGE)
+    assert pages(group) == {"kv": 5, "scales": 5}
+    assert [type(entry.host_pool) for entry in group.entries] == [Latents, Keys]
+    assert [entry.indices_from_pool for entry in group.entries] == [None, PoolName.KV]
+    assert mapped(group, "scales", 4) == [None, 0, None, 1]
+    group.destroy()
+    with pytest.raises(ValueError, match="device_pools has scales, and kv with a host pool of that name as well"):
+        build_host_pool_group({"kv": spec, "scales": mamba()}, page_size=PAGE)
 
 
 def test_deepseek_v4_has_an_anchor_without_bytes_and_pools_on_its_slots() -> None:

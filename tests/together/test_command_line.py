@@ -15,9 +15,9 @@ import pytest
 from tests.processes import faults_of_import_orders, run_within_a_gib
 from typer.testing import CliRunner
 
-from hicache_controller.cli import app
-from hicache_controller.replay import Replay, ReplayOptions, runner
-from hicache_controller.trace import TraceRequest, make_trace, write_trace
+from hicache_controller.tools.cli import app
+from hicache_controller.tools.replay import Replay, ReplayOptions, runner
+from hicache_controller.tools.trace import TraceRequest, make_trace, write_trace
 
 SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
 CAPACITY = ("capacity", "--gpu", "40GB", "--host", "1GB")
@@ -42,7 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hicache(*arguments: object, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hicache_controller.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "hicache_controller.tools.cli", *map(str, arguments)]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
@@ -56,6 +56,9 @@ def hicache(*arguments: object, stdout: int | None = subprocess.PIPE) -> subproc
         (("replay", "{trace}", "--no-data", "--l2-pages", "nan%"), "--l2-pages is 'nan%'; a positive number"),
         (("replay", "{trace}", "--l1-pages", "1e400%"), "--l1-pages is '1e400%'; a positive number"),
         (("replay", "{trace}", "--storage", "mooncake", "--mooncake-master", ""), "mooncake_master is ''; host:port"),
+        (("replay", "{trace}", "--storage", "tape"), "storage backend is 'tape'; accepted are file, memory, mooncake,"),
+        (("replay", "{trace}", "--storage-option", "x=1"), "storage_options has 'x' for storage 'file'; they are for"),
+        (("replay", "{trace}", "--storage", "a:B", "--storage-option", "x"), "--storage-option is 'x'; NAME=VALUE is"),
         (("replay", "{trace}", "--l3-bytes", "9" * 30), "l3_bytes is 9999"),
         (("replay", "{trace}", "--l2-pages", "100000000"), "asked for "),
         (("replay", "{trace}", "--block-tokens", "1073741824"), "block_tokens is 1073741824; accepted is 1 to"),
@@ -102,7 +105,7 @@ def test_argument_that_cannot_work_is_one_line_without_torch(
     places["deep"].write_text("[" * 200_000)
     with places["long"].open("wb") as sparse:
         sparse.truncate(1 << 32)
-    run = run_within_a_gib("hicache_controller.cli", *(argument.format(**places) for argument in arguments))
+    run = run_within_a_gib("hicache_controller.tools.cli", *(argument.format(**places) for argument in arguments))
     assert run.returncode == 2
     assert run.stderr.startswith(f"hicache: {complaint.format(**places)}"), run.stderr[:300]
     assert run.stderr.count("\n") == 1, run.stderr[:300]
@@ -113,7 +116,7 @@ def test_argument_that_cannot_work_is_one_line_without_torch(
     "arguments", [(), ("replay",), ("info",), ("capacity",), ("trace", "make"), ("bench", "engine")], ids=" ".join
 )
 def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
-    run = run_within_a_gib("hicache_controller.cli", *arguments, "--help")
+    run = run_within_a_gib("hicache_controller.tools.cli", *arguments, "--help")
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -129,7 +132,7 @@ def test_missing_library_of_mooncake_is_named_with_its_packages(
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "store.py").write_text(f"raise ImportError({missing!r})\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = run_within_a_gib("hicache_controller.cli", "replay", trace, "--storage", "mooncake")
+    run = run_within_a_gib("hicache_controller.tools.cli", "replay", trace, "--storage", "mooncake")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"hicache: Mooncake cannot be imported ({missing})")
     assert run.stderr.endswith("packages libibverbs1 librdmacm1 libnuma1\n")
@@ -181,9 +184,46 @@ def test_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hicache_controller.cli.make_trace", interrupted)
+    monkeypatch.setattr("hicache_controller.tools.cli.make_trace", interrupted)
     run = CliRunner().invoke(app, ["trace", "make", str(tmp_path / "made")])
     assert (run.exit_code, run.stderr) == (130, "hicache: interrupted\n")
+
+
+# Storage backends of others
+
+BACKEND = """
+from hicache_controller.storage import MemoryStorage
+
+class Shelf(MemoryStorage):
+    def __init__(self, fingerprint, label, shelves=1):
+        super().__init__()
+        print("opened", fingerprint.model, label, shelves)
+"""
+
+
+@pytest.mark.parametrize("named", ["by class", "by entry point"])
+def test_replay_runs_against_the_backend_of_another_package(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    (tmp_path / "my_shelf.py").write_text(BACKEND)
+    (tmp_path / "my_shelf-1.dist-info").mkdir()
+    (tmp_path / "my_shelf-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my-shelf\nVersion: 1\n")
+    (tmp_path / "my_shelf-1.dist-info" / "entry_points.txt").write_text("[hicache.storage]\nshelf = my_shelf:Shelf\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    storage = "my_shelf:Shelf" if named == "by class" else "shelf"
+    options = ("--storage-option", "label=blue", "--storage-option", "shelves=3")
+    run = hicache("replay", trace, "--device", "cpu", "--storage", storage, *options)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "opened hicache-replay blue 3\n" in run.stdout
+    for wrong, complaint in (
+        (("my_shelf:Shelves",), "storage backend is 'my_shelf:Shelves'; module my_shelf has no 'Shelves'"),
+        (("my_shelves:Shelf",), "storage backend is 'my_shelves:Shelf'; module my_shelves cannot be imported"),
+        ((storage,), f"storage backend is {storage!r}: missing a required argument: 'label'; its options are finger"),
+    ):
+        run = hicache("replay", trace, "--device", "cpu", "--storage", *wrong)
+        assert run.returncode == 2
+        assert run.stderr.startswith(f"hicache: {complaint}")
+        assert run.stderr.count("\n") == 1
 
 
 # Replays that end early

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tests.together.test_replay import hicache, reuse
 
-from hicache_controller.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
 from hicache_controller.storage import MemoryStorage
 from hicache_controller.storage.base import RegisteredPool
-from hicache_controller.trace import TraceRequest, make_trace, read_trace
+from hicache_controller.tools.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
+from hicache_controller.tools.trace import TraceRequest, make_trace, read_trace
 
 SEVERAL = ("swa", "mamba", "dsa", "deepseek_v4", "draft", "hybrid", "hybrid_dsa")
 

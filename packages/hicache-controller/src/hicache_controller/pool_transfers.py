@@ -39,6 +39,13 @@ class SidecarPoolSpec:
     indices_from_pool: PoolName | str
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
 
+    @classmethod
+    def of_group(cls, group: HostPoolGroup) -> tuple[SidecarPoolSpec, ...]:
+        """Make one for each pool of a group that uses the slots of another, as the group was built."""
+        return tuple(
+            cls(entry.name, entry.indices_from_pool) for entry in group.entries if entry.indices_from_pool is not None
+        )
+
     def transfer(self) -> PoolTransfer:
         """Make its part of an operation."""
         return PoolTransfer(self.pool_name, hit_policy=self.hit_policy, indices_from_pool=self.indices_from_pool)

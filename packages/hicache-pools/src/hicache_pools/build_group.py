@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hicache_kernels import HostLayout, TransferPolicy
@@ -49,6 +49,11 @@ HOST_POOL_TYPES: Mapping[type[DevicePool], type[HostPool]] = MappingProxyType(
 )
 """Which host pool mirrors which device pool."""
 
+SIDECAR_POOL_TYPES: Mapping[type[DevicePool], Mapping[str, type[HostPool]]] = MappingProxyType(
+    {DSATokenToKVPool: MappingProxyType({PoolName.INDEXER: DSAIndexerPoolHost})}
+)
+"""Host pools that a device pool has in addition, by name; they use the slots of the first."""
+
 INDEX_SOURCES: Mapping[str, PoolName] = MappingProxyType(
     {
         PoolName.INDEXER: PoolName.KV,
@@ -80,7 +85,11 @@ class PoolSpec:
     layout
         Where it differs from the group's: state pools have no ``layer_first``.
     host_pool_type
-        Host pool to make; None looks the device pool's type up in ``HOST_POOL_TYPES``.
+        Host pool to make; None looks the device pool's type up in ``HOST_POOL_TYPES``, and ``sidecars`` in
+        ``SIDECAR_POOL_TYPES``.
+    sidecars
+        Host pools over other components of the same device pool, by their names in the group. They use the slots of
+        this pool and have as many pages.
     """
 
     device_pool: DevicePool
@@ -90,6 +99,7 @@ class PoolSpec:
     packed_draft_device_pools: Sequence[object] = ()
     layout: HostLayout | str | None = None
     host_pool_type: type[HostPool] | None = None
+    sidecars: Mapping[str, type[HostPool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pages is not None:
@@ -198,6 +208,7 @@ def build_host_pool_group(
                     layer_mapper(plan.spec.device_pool.layer_num, plan.spec.layers),
                     is_primary_index_anchor=plan.name == PoolName.KV,
                     packed_draft_device_pools=tuple(plan.spec.packed_draft_device_pools),
+                    indices_from_pool=None if plan.source is None else _name(plan.source),
                 )
             )
         return HostPoolGroup(entries)
@@ -236,18 +247,23 @@ def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) ->
         spec = given if isinstance(given, PoolSpec) else PoolSpec(given)
         plans.append(_plan(str(name), spec, page_size))
         layer_mapper(spec.device_pool.layer_num, spec.layers)
-        if isinstance(spec.device_pool, DSATokenToKVPool) and spec.host_pool_type is None:
-            if PoolName.INDEXER in device_pools:
-                raise ValueError(f"device_pools has {name} with an indexer inside, and {PoolName.INDEXER} as well")
-            drafts = [d for d in spec.packed_draft_device_pools if isinstance(unwrap_draft_pool(d), DSATokenToKVPool)]
-            indexer = replace(
+        for sidecar, host_pool_type in _sidecars(spec).items():
+            if sidecar in device_pools:
+                raise ValueError(f"device_pools has {sidecar}, and {name} with a host pool of that name as well")
+            drafts = [
+                draft
+                for draft in spec.packed_draft_device_pools
+                if isinstance(unwrap_draft_pool(draft), host_pool_type.device_pool_type)
+            ]
+            shared = replace(
                 spec,
-                host_pool_type=DSAIndexerPoolHost,
+                host_pool_type=host_pool_type,
+                sidecars={},
                 indices_from_pool=str(name),
                 pages=None,
                 packed_draft_device_pools=drafts,
             )
-            plans.append(_plan(PoolName.INDEXER.value, indexer, page_size))
+            plans.append(_plan(str(sidecar), shared, page_size))
     names = {plan.name for plan in plans}
     for plan in plans:
         if plan.source is None:
@@ -264,6 +280,12 @@ def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) ->
             if source.name == plan.source and source.source is not None:
                 raise ValueError(f"{plan.name} uses the slots of {source.name}, which has none of its own")
     return plans
+
+
+def _sidecars(spec: PoolSpec) -> Mapping[str, type[HostPool]]:
+    if spec.host_pool_type is not None or spec.sidecars:
+        return spec.sidecars
+    return next((found for kind, found in SIDECAR_POOL_TYPES.items() if isinstance(spec.device_pool, kind)), {})
 
 
 def _plan(name: str, spec: PoolSpec, page_size: int) -> _Plan:

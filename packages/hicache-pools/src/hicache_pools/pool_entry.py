@@ -54,6 +54,8 @@ class PoolEntry:
         ``fn(slots) -> indices or None`` and ``fn(indices)`` on the engine's own allocator.
     packed_draft_device_pools
         Device pools of draft layers that are tail layers of ``host_pool``.
+    indices_from_pool
+        Pool of the group whose slots this one uses; None for a pool with slots of its own.
     """
 
     name: PoolName | str
@@ -66,6 +68,7 @@ class PoolEntry:
     device_alloc_fn: Callable[[int], torch.Tensor | None] | None = None
     device_free_fn: Callable[[torch.Tensor], object] | None = None
     packed_draft_device_pools: tuple[Any, ...] = ()
+    indices_from_pool: PoolName | str | None = None
 
 
 def check_entry(entry: PoolEntry, names: set[str]) -> None:

@@ -138,7 +138,7 @@ class HiCacheStorage(ABC):
         TypeError
             Where the pool lacks an attribute, or :meth:`format_digest` does not return bytes.
         """
-        self._check_open()
+        self.check_open()
         if not _POOL_NAME.fullmatch(name):
             raise ValueError(f"name is {name!r}; accepted are 1 to 64 letters, digits and underscores")
         known = self._pools.get(name)
@@ -431,12 +431,13 @@ class HiCacheStorage(ABC):
         with self._lock:
             self._counts.update(by)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise RuntimeError where the storage is closed."""
         if self._closed:
             raise RuntimeError("the storage is closed")
 
     def _pool(self, name: str) -> RegisteredPool:
-        self._check_open()
+        self.check_open()
         pool = self._pools.get(name)
         if pool is None:
             raise KeyError(f"name is {name!r}; registered pools: {', '.join(self._pools) or 'none'}")

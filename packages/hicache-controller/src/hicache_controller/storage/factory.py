@@ -1,25 +1,27 @@
-"""Storage backends by name, and by ``module:Class`` for engines that bring their own."""
+"""Storage backends by name, by entry point, and by ``module:Class``."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
+from ..storage_names import storage_path, storage_paths
 from .base import HiCacheStorage
 
 
 class StorageBackendFactory:
-    """Makes storage backends; a registry of names, each with where its class is, imported when it is asked for."""
+    """Makes storage backends; their modules are imported when a backend is asked for.
 
-    _paths: dict[str, str] = {
-        "file": "hicache_controller.storage.file:FileStorage",
-        "mooncake": "hicache_controller.storage.mooncake:MooncakeStorage",
-        "memory": "hicache_controller.storage.memory:MemoryStorage",
-    }
+    A backend is named ``file``, ``memory`` or ``mooncake``, by an entry point of the group ``hicache.storage`` that an
+    installed package has, by :meth:`register`, or as ``module:Class``.
+    """
+
+    _registered: dict[str, str] = {}
 
     @classmethod
     def register(cls, name: str, path: str) -> None:
-        """Give a backend a name.
+        """Give a backend a name in this process.
 
         Parameters
         ----------
@@ -37,14 +39,15 @@ class StorageBackendFactory:
             raise ValueError(f"name is {name!r}; accepted is a name without a colon")
         if ":" not in path:
             raise ValueError(f"path is {path!r}; accepted is 'module:Class'")
-        if cls._paths.get(name, path) != path:
-            raise ValueError(f"name is {name!r}, which is {cls._paths[name]} already")
-        cls._paths[name] = path
+        taken = cls._paths().get(name, path)
+        if taken != path:
+            raise ValueError(f"name is {name!r}, which is {taken} already")
+        cls._registered[name] = path
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the registered names."""
-        return sorted(cls._paths)
+        """Return the names that are known, those of entry points included."""
+        return sorted(cls._paths())
 
     @classmethod
     def load(cls, backend: str) -> type[HiCacheStorage]:
@@ -59,18 +62,47 @@ class StorageBackendFactory:
         ImportError
             Where the module cannot be imported.
         """
-        path = backend if ":" in backend else cls._paths.get(backend)
-        if path is None:
-            raise ValueError(f"backend is {backend!r}; accepted are {', '.join(cls.names())} and 'module:Class'")
-        module_name, _, class_name = path.partition(":")
-        found = vars(importlib.import_module(module_name)).get(class_name)
+        module_name, _, class_name = storage_path(backend, cls._paths()).partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ImportError(
+                f"storage backend is {backend!r}; module {module_name} cannot be imported: {error}"
+            ) from error
+        found = getattr(module, class_name, None)
         if found is None:
-            raise ValueError(f"backend is {backend!r}; module {module_name} has no {class_name!r}")
+            raise ValueError(f"storage backend is {backend!r}; module {module_name} has no {class_name!r}")
         if not (isinstance(found, type) and issubclass(found, HiCacheStorage)):
-            raise TypeError(f"backend is {backend!r}; {class_name} is not a subclass of HiCacheStorage")
+            raise TypeError(f"storage backend is {backend!r}; {class_name} is not a subclass of HiCacheStorage")
         return found
 
     @classmethod
     def create(cls, backend: str, **options: Any) -> HiCacheStorage:
-        """Make a backend from a name or ``module:Class``; ``options`` go to its constructor."""
-        return cls.load(backend)(**options)
+        """Make a backend.
+
+        Parameters
+        ----------
+        backend
+            A name or ``module:Class``, as for :meth:`load`.
+        options
+            Go to its constructor.
+
+        Raises
+        ------
+        TypeError
+            Where the constructor does not take these options, naming those that it does.
+        ValueError, ImportError
+            As :meth:`load`, and what the constructor raises.
+        """
+        kind = cls.load(backend)
+        signature = inspect.signature(kind)
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            accepted = ", ".join(signature.parameters) or "none"
+            raise TypeError(f"storage backend is {backend!r}: {error}; its options are {accepted}") from None
+        return kind(**options)
+
+    @classmethod
+    def _paths(cls) -> dict[str, str]:
+        return cls._registered | storage_paths()

@@ -98,7 +98,7 @@ class FileStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Remove every page of this fingerprint; pages of other models and ranks stay."""
-        self._check_open()
+        self.check_open()
         try:
             with self._calls.one(), self._files.directory.locked(exclusive=True):
                 self._files.remove(self._model)

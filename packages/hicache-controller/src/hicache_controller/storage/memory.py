@@ -33,7 +33,7 @@ class MemoryStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Remove every page."""
-        self._check_open()
+        self.check_open()
         with self._lock:
             for part, pages in self._bytes.items():
                 self.note_removed(pages, part)

@@ -136,7 +136,7 @@ class MooncakeStorage(HiCacheStorage):
         ValueError, TypeError
             As :meth:`HiCacheStorage.register_mem_pool_host`; also where a pool with bytes has no ``buffer``.
         """
-        self._check_open()
+        self.check_open()
         buffer = _buffer(pool)
         super().register_mem_pool_host(pool, name)
         if buffer is not None:
@@ -151,12 +151,12 @@ class MooncakeStorage(HiCacheStorage):
 
         While the storage pauses between attempts, the answer comes at once.
         """
-        self._check_open()
+        self.check_open()
         return self._client.wait_ready(seconds)
 
     def clear(self) -> None:
         """Remove every page of this fingerprint; those of other models and ranks stay."""
-        self._check_open()
+        self.check_open()
         if self._client.ready():
             try:
                 self._ask("remove_by_regex", f"^hicache/{self._model}/.*", True)

@@ -18,12 +18,11 @@ from hicache_kernels.validation import finite, whole
 
 from ...forks import refuse_in_forks
 from ...hashing import Namespace
-from ...storage import Fingerprint, HiCacheStorage
-from ...storage.file import FileStorage
+from ...storage import FileStorage, Fingerprint, HiCacheStorage
 from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint
-from .model_layout import cache_argument, decoder_of, model_layout
+from .model_layout import ModelLayout, cache_argument, decoder_of, model_layout
 from .one_user import OneUser
 from .past import PastCache, StaticPastCache
 from .session import Session
@@ -185,13 +184,7 @@ class HiCache:
             If a tier is too small for the model, an argument is out of range, or the storage keeps the pages of another
             fingerprint than the model's.
         """
-        if on_unsupported not in ("error", "uncached"):
-            raise ValueError(f"on_unsupported is {on_unsupported!r}; accepted are 'error' and 'uncached'")
-        for name, size in (("l1_gb", l1_gb), ("l2_gb", l2_gb)):
-            if size is not None:
-                finite(name, size, above=True)
-        if page_size is not None:
-            whole("page_size", page_size)
+        _check_arguments(on_unsupported, l1_gb, l2_gb, page_size)
         verdict = Verdict()
         try:
             shape = model_layout(model)
@@ -232,17 +225,21 @@ class HiCache:
                 if backend is not None and backend is not storage:
                     backend.close()
             raise
-        if fingerprint is not None and (private := cache.read_settings().private):
-            cache.log_once(
+        cache._log_limits(shape)
+        return cache
+
+    def _log_limits(self, shape: ModelLayout) -> None:
+        """Log what the cache will not do for this model."""
+        if self.fingerprint is not None and (private := self.read_settings().private):
+            self.log_once(
                 f"what is stored will be found by this cache alone: no other process can be known to have the same "
                 f"{', '.join(private[:3])}"
             )
         if not shape.given_tokens:
-            cache.log_once(
-                "prompts will not be cached: the model hands its decoder embeddings, which tell no tokens; make the "
-                "cache for a model of text alone"
+            self.log_once(
+                "prompts will not be cached: the model hands its decoder embeddings, whose tokens are not known; make "
+                "the cache for a model of text alone"
             )
-        return cache
 
     @property
     def tiers(self) -> Tiers:
@@ -441,6 +438,16 @@ class HiCache:
     ) -> None:
         """Close it."""
         self.close()
+
+
+def _check_arguments(on_unsupported: OnUnsupported, l1_gb: float | None, l2_gb: float, page_size: int | None) -> None:
+    if on_unsupported not in ("error", "uncached"):
+        raise ValueError(f"on_unsupported is {on_unsupported!r}; accepted are 'error' and 'uncached'")
+    for name, size in (("l1_gb", l1_gb), ("l2_gb", l2_gb)):
+        if size is not None:
+            finite(name, size, above=True)
+    if page_size is not None:
+        whole("page_size", page_size)
 
 
 def _open_storage(storage: StorageChoice, fingerprint: Fingerprint) -> HiCacheStorage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,9 +24,8 @@ from hicache_pools import (
     build_host_pool_group,
 )
 
-from ...hybrid import HybridCacheController, SidecarPoolSpec
+from ... import HybridCacheController, SidecarPoolSpec, StorageSettings
 from ...policies import PrefetchPolicy
-from ...storage_settings import StorageSettings
 from ...tree import UnifiedRadixCache, WindowComponent
 from .model_layout import AttentionShape, ModelLayout, StatesShape
 
@@ -176,55 +176,76 @@ def build_tiers(
     )
     device = _split("l1_gb, by default a part of l2_gb,", l1_bytes, sizes)
     host = _split("l2_gb", l2_bytes, sizes)
-    kv_pool = None if full is None else _attention_pool(full, len(layout.full), device.kv, page_size, layout.device)
-    index_pool = None if full is None else _index_pool(full, len(layout.full), device.kv, page_size, layout.device)
-    sliding_pool = (
-        None
+    pools = _DevicePools(
+        kv=None if full is None else _attention_pool(full, layout.full, device.kv, page_size, layout.device),
+        index=None if full is None else _index_pool(full, layout.full, device.kv, page_size, layout.device),
+        sliding=None
         if sliding is None
-        else _attention_pool(sliding, len(layout.sliding), device.sliding, page_size, layout.device)
+        else _attention_pool(sliding, layout.sliding, device.sliding, page_size, layout.device),
+        states=None if states is None else _states_pool(states, layout.recurrent, device.states, layout.device),
     )
-    states_pool = None if states is None else _states_pool(states, len(layout.recurrent), device.states, layout.device)
-
-    pools: dict[str, DevicePool | PoolSpec] = {}
-    if kv_pool is not None:
-        pools[PoolName.KV] = PoolSpec(kv_pool, layers=layout.full, pages=host.kv)
-    if index_pool is not None:
-        pools[PoolName.INDEXER] = PoolSpec(index_pool, layers=layout.full)
-    if sliding_pool is not None:
-        pools[PoolName.SWA] = PoolSpec(sliding_pool, layers=layout.sliding, pages=host.sliding)
-    if states_pool is not None:
-        pools[PoolName.MAMBA] = PoolSpec(states_pool, layers=layout.recurrent, pages=host.states)
-    pin = layout.device.type != "cpu"
-    group = build_host_pool_group(pools, page_size=page_size, layout=host_layout, pin_memory=pin)
+    group = build_host_pool_group(
+        pools.specs(layout, host),
+        page_size=page_size,
+        layout=host_layout,
+        pin_memory=layout.device.type != "cpu",
+    )
     with ExitStack() as undo:
         undo.callback(group.destroy)
-        if kv_pool is None:
+        if pools.kv is None:
             anchor = NullPoolHost(host.kv, page_size, host_layout)
             entry = PoolEntry(PoolName.KV, anchor, None, lambda _: None, is_primary_index_anchor=True)
             group = HostPoolGroup([entry, *group.entries])
         pages = _connect_allocators(group, device, page_size)
-        sidecars = [SidecarPoolSpec(PoolName.INDEXER, PoolName.KV)] if index_pool is not None else []
-        controller = HybridCacheController(
-            group,
-            sidecars=sidecars,
-            queue_inline=True,
-            storage=StorageSettings(
-                prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
-                batch_pages=STORAGE_BATCH_PAGES,
-                max_wait_seconds=STORAGE_WAIT_SECONDS,
-            ),
-        )
+        controller = _make_controller(group)
         undo.callback(controller.shutdown)
-        components = []
-        if sliding_pool is not None:
-            components.append(WindowComponent(PoolName.SWA, window_pages))
-        if states_pool is not None:
-            components.append(WindowComponent.recurrent_state())
-        tree = UnifiedRadixCache(controller, pages, page_size=page_size, components=components)
+        tree = UnifiedRadixCache(controller, pages, page_size=page_size, components=pools.components(window_pages))
         undo.pop_all()
     return Tiers(
-        layout, page_size, window_tokens, kv_pool, index_pool, sliding_pool, states_pool, group, controller, tree
+        layout, page_size, window_tokens, pools.kv, pools.index, pools.sliding, pools.states, group, controller, tree
     )
+
+
+@dataclass(frozen=True)
+class _DevicePools:
+    """The device pools of a model; None where it has no such layers."""
+
+    kv: MHATokenToKVPool | None
+    index: MLATokenToKVPool | None
+    sliding: MHATokenToKVPool | None
+    states: MambaPool | None
+
+    def specs(self, layout: ModelLayout, host: TierPages) -> dict[str, DevicePool | PoolSpec]:
+        """Return how the host pool of each is made."""
+        specs: dict[str, DevicePool | PoolSpec] = {}
+        if self.kv is not None:
+            specs[PoolName.KV] = PoolSpec(self.kv, layers=layout.full, pages=host.kv)
+        if self.index is not None:
+            specs[PoolName.INDEXER] = PoolSpec(self.index, layers=layout.full)
+        if self.sliding is not None:
+            specs[PoolName.SWA] = PoolSpec(self.sliding, layers=layout.sliding, pages=host.sliding)
+        if self.states is not None:
+            specs[PoolName.MAMBA] = PoolSpec(self.states, layers=layout.recurrent, pages=host.states)
+        return specs
+
+    def components(self, window_pages: int) -> list[WindowComponent]:
+        """Return the windowed components of the tree."""
+        components = []
+        if self.sliding is not None:
+            components.append(WindowComponent(PoolName.SWA, window_pages))
+        if self.states is not None:
+            components.append(WindowComponent.recurrent_state())
+        return components
+
+
+def _make_controller(group: HostPoolGroup) -> HybridCacheController:
+    storage = StorageSettings(
+        prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+        batch_pages=STORAGE_BATCH_PAGES,
+        max_wait_seconds=STORAGE_WAIT_SECONDS,
+    )
+    sidecars = SidecarPoolSpec.of_group(group)
+    return HybridCacheController(group, sidecars=sidecars, queue_inline=True, storage=storage)
 
 
 @dataclass(frozen=True)
@@ -262,27 +283,27 @@ def _split(name: str, size: int, sizes: _PageBytes) -> TierPages:
 
 
 def _attention_pool(
-    shape: AttentionShape, layers: int, pages: int, page_size: int, device: torch.device
+    shape: AttentionShape, layers: Sequence[int], pages: int, page_size: int, device: torch.device
 ) -> MHATokenToKVPool:
     def allocate(heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        return list(torch.empty((layers, pages * page_size, heads, dim), dtype=dtype, device=device).unbind(0))
+        return list(torch.empty((len(layers), pages * page_size, heads, dim), dtype=dtype, device=device).unbind(0))
 
     return MHATokenToKVPool.from_buffers(k=allocate(*shape.key), v=allocate(*shape.value), page_size=page_size)
 
 
 def _index_pool(
-    shape: AttentionShape, layers: int, pages: int, page_size: int, device: torch.device
+    shape: AttentionShape, layers: Sequence[int], pages: int, page_size: int, device: torch.device
 ) -> MLATokenToKVPool | None:
     if shape.index_key is None:
         return None
     _, dim, dtype = shape.index_key
-    rows = torch.empty((layers, pages * page_size, 1, dim), dtype=dtype, device=device)
+    rows = torch.empty((len(layers), pages * page_size, 1, dim), dtype=dtype, device=device)
     return MLATokenToKVPool.from_buffers(kv=rows.unbind(0), page_size=page_size)
 
 
-def _states_pool(shape: StatesShape, layers: int, slots: int, device: torch.device) -> MambaPool:
+def _states_pool(shape: StatesShape, layers: Sequence[int], slots: int, device: torch.device) -> MambaPool:
     def allocate(state: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        return list(torch.empty((layers, slots, *state), dtype=dtype, device=device).unbind(0))
+        return list(torch.empty((len(layers), slots, *state), dtype=dtype, device=device).unbind(0))
 
     return MambaPool.from_buffers(
         conv=[allocate(*state) for _, state in shape.conv],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shutil
 import tempfile
 import time
@@ -13,16 +14,15 @@ import numpy as np
 
 from hicache_pools import HostPool, PoolName
 
-from ..controller import HiCacheController
-from ..hashing import page_hashes
-from ..hybrid import HybridCacheController
-from ..metrics import MetricsSnapshot
-from ..policies import PrefetchPolicy
-from ..radix import Match, Pages, UnifiedRadixCache
-from ..storage import Fingerprint, HiCacheStorage, MemoryStorage
-from ..storage.file import FileStorage
-from ..storage.mooncake import MooncakeStorage
-from ..storage_settings import StorageSettings
+from ...controller import HiCacheController
+from ...hashing import page_hashes
+from ...hybrid import HybridCacheController
+from ...metrics import MetricsSnapshot
+from ...policies import PrefetchPolicy
+from ...radix import Match, Pages, UnifiedRadixCache
+from ...storage import FileStorage, Fingerprint, HiCacheStorage, MemoryStorage, StorageBackendFactory
+from ...storage.mooncake import MooncakeStorage
+from ...storage_settings import StorageSettings
 from ..trace import TraceRequest
 from .key_storage import KeyStorage
 from .model import ReplayModel, build_model
@@ -239,6 +239,8 @@ class Replay:
                 store.close()
                 raise ReplayError(f"mooncake_master is {options.mooncake_master}, and no master answers there")
             return store
+        if options.storage != "file":
+            return _other_storage(options, fingerprint)
         directory = options.l3_dir
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="hicache-replay-"))
@@ -277,6 +279,16 @@ class Replay:
             path = report.paths[name]
             path.bytes = count
             path.seconds = _seconds(metrics, "storage_seconds", operation=operation)
+
+
+def _other_storage(options: ReplayOptions, fingerprint: Fingerprint) -> HiCacheStorage:
+    """Make a backend that is not ours."""
+    try:
+        taken = inspect.signature(StorageBackendFactory.load(options.storage)).parameters
+        given = {"fingerprint": fingerprint} if "fingerprint" in taken else {}
+        return StorageBackendFactory.create(options.storage, **given | dict(options.storage_options))
+    except (ImportError, TypeError, ValueError) as error:
+        raise ReplayError(str(error)) from None
 
 
 def _controller(model: ReplayModel, options: ReplayOptions) -> HiCacheController:

@@ -19,8 +19,8 @@ from hicache_pools import (
     build_host_pool_group,
 )
 
-from ..hybrid import SidecarPoolSpec
-from ..tree import WindowComponent
+from ...hybrid import SidecarPoolSpec
+from ...tree import WindowComponent
 from .options import ReplayError, ReplayOptions
 from .plans import PoolPlan, Tensors
 from .rows import Rows
@@ -73,16 +73,13 @@ def build_model(options: ReplayOptions) -> ReplayModel:
     slots_per_page = options.page_size if options.data else 1
     rows, group = _with_bytes(options, plans) if options.data else (None, _books(options, plans))
     windows = tuple(WindowComponent(plan.name, plan.window_pages) for plan in plans if plan.window_pages)
-    windowed = {window.name for window in windows}
-    others = [entry.name for entry in group.entries if entry is not group.anchor_entry]
     allocator = ExtentAllocator(options.l1_pages, slots_per_page)
     _let_alloc(group.anchor_entry, allocator)
     for plan in plans:
         if plan.window_pages is not None:
             size = plan.page_size if options.data else 1
             _let_alloc(group.get_entry(plan.name), ExtentAllocator(options.pool_pages(plan)[0], size))
-    sidecars = tuple(SidecarPoolSpec(name, PoolName.KV) for name in others if name not in windowed)
-    return ReplayModel(group, rows, allocator, windows, sidecars, slots_per_page)
+    return ReplayModel(group, rows, allocator, windows, SidecarPoolSpec.of_group(group), slots_per_page)
 
 
 def _let_alloc(entry: PoolEntry, allocator: ExtentAllocator) -> None:

@@ -1,4 +1,4 @@
-"""A storage that fails on purpose: for the tests of whatever has to survive it."""
+"""A storage that fails on purpose, for tests of code that has to survive failures."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import threading
 
 from hicache_kernels.validation import whole
 
-from .base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
-from .file import FileStorage
+from ..base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
+from ..file import FileStorage
 
 
 class FaultyStorage(HiCacheStorage):
-    """Wraps a storage and breaks every k-th page, as media do.
+    """Wraps a storage and breaks every n-th page, as media do.
 
     Parameters
     ----------
     inner
         What does the work.
     fail_store_every, fail_load_every
-        Each k-th page is not stored, or not loaded, its host page filled with other bytes as by a read that failed
-        half way; 0 for none.
+        Every n-th page is not stored, or not loaded, its host page filled with other bytes, as after a
+        read that failed half way; 0 for none.
     flip_every
-        Each k-th page that is stored has one bit flipped in its file; needs a :class:`FileStorage`.
+        Every n-th page that is stored has one bit flipped in its file; needs a :class:`FileStorage`.
     hang
-        Where given, every call waits while the event is clear.
+        Every call waits while this event is clear; None for calls that do not wait.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class FaultyStorage(HiCacheStorage):
         super().register_mem_pool_host(pool, name)
 
     def set_removal_listener(self, callback: RemovalListener | None) -> None:
-        """Have the storage inside tell what it removes."""
+        """Have the storage inside report what it removes."""
         self.inner.set_removal_listener(callback)
 
     def clear(self) -> None:
@@ -82,12 +82,12 @@ class FaultyStorage(HiCacheStorage):
     def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
         """Ask the storage inside."""
         self._wait()
-        return self.inner.find_pages(self.inner._pool(pool.name), keys, leading=leading)
+        return self.inner.find_pages(pool, keys, leading=leading)
 
     def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
         """Load from the storage inside, and damage every n-th page."""
         self._wait()
-        loaded = self.inner.load_pages(self.inner._pool(pool.name), keys, pages)
+        loaded = self.inner.load_pages(pool, keys, pages)
         for i, page in enumerate(pages):
             if self._load_every and next(self._loads) % self._load_every == 0:
                 loaded[i] = False
@@ -104,7 +104,7 @@ class FaultyStorage(HiCacheStorage):
         stored = [False] * len(keys)
         if fine:
             of_those = [keys[i] for i in fine], [pages[i] for i in fine], [parents[i] for i in fine]
-            for i, done in zip(fine, self.inner.store_pages(self.inner._pool(pool.name), *of_those), strict=True):
+            for i, done in zip(fine, self.inner.store_pages(pool, *of_those), strict=True):
                 stored[i] = done
         for key, done in zip(keys, stored, strict=True):
             if done and self._flip_every and next(self._flips) % self._flip_every == 0:

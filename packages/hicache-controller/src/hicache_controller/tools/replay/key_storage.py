@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..storage import MemoryStorage
-from ..storage.base import RegisteredPool
+from ...storage import MemoryStorage
+from ...storage.base import RegisteredPool
 
 
 class KeyStorage(MemoryStorage):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hicache_pools.memory_budget import HostMemoryBudget
 
-from ..mooncake_module import import_mooncake
-from ..policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
+from ...mooncake_module import import_mooncake
+from ...policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
+from ...storage_names import storage_path
 from ..trace import TraceRequest
 from .plans import Geometry, PoolPlan, model_pools
 
 STORAGES = ("file", "memory", "mooncake")
+"""Backends that a replay knows the options of."""
 
 _LARGEST = {
     "block_tokens": 1 << 20,
@@ -68,7 +71,11 @@ class ReplayOptions:
     data
         False: bookkeeping only, no bytes, and a storage of keys in memory.
     storage
-        ``file``, ``memory`` for one that ends with the process, or ``mooncake``.
+        One of :data:`STORAGES` (the pages of ``memory`` end with the process), another name that
+        :class:`~hicache_controller.storage.StorageBackendFactory` knows, or ``module:Class``.
+    storage_options
+        What the constructor of a backend that is not in :data:`STORAGES` is called with, as well as ``fingerprint``
+        where it takes one.
     mooncake_master
         Address of the master of a Mooncake store, which machines share.
     mooncake_segment_bytes
@@ -92,6 +99,7 @@ class ReplayOptions:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     data: bool = True
     storage: str = "file"
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
     mooncake_master: str = "127.0.0.1:50051"
     mooncake_segment_bytes: int = 1 << 30
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
@@ -118,8 +126,7 @@ class ReplayOptions:
         except ValueError as error:
             raise ReplayError(str(error)) from None
         self._check_numbers()
-        if self.storage not in STORAGES:
-            raise ReplayError(f"storage is {self.storage!r}; one of {', '.join(STORAGES)} is expected")
+        self._check_storage()
         if self.eviction not in EVICTION_STRATEGIES:
             raise ReplayError(f"eviction is {self.eviction!r}; one of {', '.join(EVICTION_STRATEGIES)} is expected")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
@@ -131,6 +138,17 @@ class ReplayOptions:
                 import_mooncake()
             except ImportError as error:
                 raise ReplayError(str(error)) from None
+
+    def _check_storage(self) -> None:
+        try:
+            storage_path(self.storage)
+        except ValueError as error:
+            raise ReplayError(str(error)) from None
+        if self.storage_options and self.storage in STORAGES:
+            raise ReplayError(
+                f"storage_options has {next(iter(self.storage_options))!r} for storage {self.storage!r}; they are for "
+                f"other backends than {', '.join(STORAGES)}"
+            )
 
     @property
     def uses_mooncake(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +10,18 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from hicache_kernels.command_line import CommandError, check_output, read_json, show, write_output
+from hicache_kernels.command_line import CommandError, read_json, show
 
-from .capacity import CapacityPlan, ExpectedHits, expected_hits, parse_bytes, plan_capacity, trace_means
-from .capacity_geometry import (
+from ..command_options import JsonFile, check_results, write_figures
+from ..trace import TraceError, TraceRequest, read_trace
+from .geometry import (
     CapacityError,
     ModelGeometry,
     attention_token_bytes,
     geometry_from_config,
     latent_token_bytes,
 )
-from .trace import TraceError, TraceRequest, read_trace
+from .plan import CapacityPlan, ExpectedHits, expected_hits, parse_bytes, plan_capacity, trace_means
 
 DEFAULT_DTYPE = "bfloat16"
 
@@ -54,15 +54,14 @@ def capacity(
     bus_gb_s: Annotated[float, typer.Option(help="Host to device, 10**9 bytes a second; 55: PCIe 5 x16.")] = 55.0,
     disk_gb_s: Annotated[float | None, typer.Option(help="Storage to host, 10**9 bytes a second.")] = None,
     prefill_tokens_per_second: Annotated[float | None, typer.Option(help="Prefill speed you measured.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Plan capacity: tokens a tier, how long they stay, time to load a prompt against recomputing it.
 
     Give the model's shape (--layers with --kv-heads and --head-dim, or with --latent-dim) or --config. Sizes are those
     of one rank. With --trace the expected hits come from a replay that keeps the books and moves no bytes.
     """
-    if json_file is not None:
-        check_output("--json", json_file, config, trace)
+    check_results(json_file, None, config, trace)
     try:
         shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "latent_dim": latent_dim}
         geometry = model_geometry(config, shape, dtype, tp, parse_bytes(state))
@@ -84,9 +83,8 @@ def capacity(
     except (CapacityError, TraceError) as error:
         raise CommandError(str(error)) from None
     show(tables(plan, hits))
-    if json_file is not None:
-        figures = {"plan": dataclasses.asdict(plan), "hits": None if hits is None else dataclasses.asdict(hits)}
-        write_output("--json", json_file, lambda path: path.write_text(json.dumps(figures, indent=2) + "\n"))
+    figures = {"plan": dataclasses.asdict(plan), "hits": None if hits is None else dataclasses.asdict(hits)}
+    write_figures(json_file, figures)
 
 
 def model_geometry(
