@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hicache_kernels import jit_kernel, jit_kernel_reference, row_copy
 from hicache_kernels.pointer_tables import pointer_table, remembered_layers
+from hicache_kernels.probe import unavailable_reason
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
 
@@ -96,6 +97,17 @@ def test_guard_bytes_around_staged_pages_stay(calls, destinations):
         pointer_table(src), sources, slots, random_bytes(8, 3, 32), dst, page_size=4
     )
     assert torch.equal(whole, want)
+
+
+def test_staging_memory_that_kernels_cannot_address_is_refused():
+    if unavailable_reason("staged", "cpu") is not None:
+        pytest.skip("plain torch copies from any address")
+    src, slots = [random_bytes(8, 16) for _ in range(2)], slots_of(torch.tensor([1, 0]), 4)
+    staging = random_bytes(8 * 2 * 16 + 2)[2:].view(8, 2, 16)
+    with pytest.raises(ValueError, match=r"staging memory for ptr_src starts at 0x.*multiple of 4 bytes"):
+        jit_kernel.transfer_hicache_all_layer_mla_staged_lf_pf(
+            pointer_table(src), slots, slots, staging, random_bytes(8, 2, 16), page_size=4
+        )
 
 
 def one_layer(**changes):

@@ -227,7 +227,7 @@ def test_a_widened_copy_of_a_list_on_the_device_is_made_for_each_call(monkeypatc
     stream, host = object(), torch.arange(4)
     slots = torch.empty(4, dtype=torch.int32, device=device)
     indices = on_device(reader, monkeypatch, stream, capturing=False)(host, slots)
-    first, second = reader.both_slots(indices, stream), reader.both_slots(indices, stream)
+    first, second = reader.on_device(indices, stream, both=True), reader.on_device(indices, stream, both=True)
     assert first[1].dtype is second[1].dtype is torch.int64
     assert first[1] is not second[1]
     assert indices.device_slots is slots
@@ -243,23 +243,23 @@ def test_uploads_go_back_with_their_indices_and_not_before(uploads, compiled, dt
     stream = SimpleNamespace(cuda_stream=0)
     host, device = (torch.randperm(99)[:7].to(dtype) for dtype in dtypes)
     indices = reader.read(host, device, stream)
-    host_slots, device_slots = reader.both_slots(indices, stream)
+    host_slots, device_slots = reader.on_device(indices, stream, both=True)
     assert torch.equal(host_slots, host.long())
     assert torch.equal(device_slots, device.long())
-    assert reader.device_slots(indices, stream) is device_slots
+    assert reader.on_device(indices, stream, both=False)[1] is device_slots
     (upload,) = indices.uploads
     other = reader.read(device, host, stream)
-    reader.device_slots(other, stream)
+    reader.on_device(other, stream, both=False)
     assert other.uploads[0] is not upload
     reader.done(indices, stream)
     del indices
     third = reader.read(host, device, stream)
-    reader.device_slots(third, stream)
+    reader.on_device(third, stream, both=False)
     assert third.uploads[0] is not upload
     assert torch.equal(host_slots, host.long())
     upload.event.come = True
     fourth = reader.read(host, device, stream)
-    reader.device_slots(fourth, stream)
+    reader.on_device(fourth, stream, both=False)
     assert fourth.uploads[0] is upload
 
 

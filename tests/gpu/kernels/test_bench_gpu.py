@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 def test_calibration_measures_every_constant_and_keeps_them(gpu, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path))
     # Other tests may use the device meanwhile.
-    monkeypatch.setattr(calibrate, "MOST_SPREAD", 1e9)
-    monkeypatch.setattr(calibrate, "implausible", lambda _: None)
+    monkeypatch.setattr(calibrate, "MAX_SPREAD", 1e9)
+    monkeypatch.setattr(calibrate, "wrong_figure", lambda _: None)
     measured = calibrate.measure(gpu)
     path = calibrate.cache_path(torch.device("cuda", torch.cuda.current_device()))
     calibrate.write_constants(path, measured)

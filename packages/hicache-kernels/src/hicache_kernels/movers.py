@@ -14,7 +14,7 @@ from .layer_events import NO_HANDLES, LayerEvents
 from .pieces import staging_layout
 from .plane import Plane
 from .planner import BULK_MULTIPLE, layer_groups
-from .rows import RowTables, build_tables, copy_strides, kernel_strides
+from .rows import STAGED_ALIGNMENT, RowTables, build_tables, copy_strides, kernel_strides
 from .staging import Direction, StagingRing
 from .streams import own_stream
 
@@ -33,8 +33,6 @@ where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row ke
 split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
-STAGED_ROW_MULTIPLE = 16
-"""Row bytes of the staged path are multiples of this."""
 MIN_COPY_BYTES = 2 << 20
 """Average bytes of a copy from which copies without staging keep the bus busy."""
 MIN_COPY_WIDTH = 64 << 10
@@ -187,7 +185,7 @@ class DirectMover:
         return queued == 1
 
     def _bulk(self, blocks: int) -> int:
-        """Shared memory of a CTA for a load's bulk copies; 0 where the row kernel is as fast, as for all write-backs."""
+        """Shared memory of a CTA for the bulk copies of a load; 0 where the row kernel is as fast."""
         long = self._row_bytes >= BULK_LOAD_ROW_BYTES and self._row_bytes % BULK_MULTIPLE == 0
         return BULK_SHARED_BYTES if long and blocks >= BULK_BLOCKS else 0
 
@@ -253,10 +251,10 @@ class StagedMover:
         blocks: int,
     ) -> None:
         for plane in planes:
-            if plane.row_bytes % STAGED_ROW_MULTIPLE:
+            if plane.row_bytes % STAGED_ALIGNMENT:
                 raise ValueError(
                     f"plane {plane.name}: rows of {plane.row_bytes} bytes; staged transfers need multiples of "
-                    f"{STAGED_ROW_MULTIPLE}"
+                    f"{STAGED_ALIGNMENT}"
                 )
         self._planes = tuple(planes)
         self._write_back = module["write_back"]
@@ -280,10 +278,10 @@ class StagedMover:
         """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages of ``layers`` layers."""
         layout = staging_layout(self._planes, layers=layers, chunk_pages=chunk_pages)
         tables = build_tables(self._planes, layout.planes, layered=layers > 1, inner=self._page_size)
-        if min(tables.vector_bytes) < STAGED_ROW_MULTIPLE:
+        if min(tables.vector_bytes) < STAGED_ALIGNMENT:
             names = ", ".join(plane.name for plane in self._planes)
             raise ValueError(
-                f"planes {names}: device addresses or strides are not multiples of {STAGED_ROW_MULTIPLE} bytes, which "
+                f"planes {names}: device addresses or strides are not multiples of {STAGED_ALIGNMENT} bytes, which "
                 "staged transfers need"
             )
         groups = tables.groups(to_device=direction is Direction.LOAD, layer=0, layers=layers)

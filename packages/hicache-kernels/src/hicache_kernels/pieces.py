@@ -67,6 +67,22 @@ class Piece:
         )
 
 
+def describe_piece(piece: Piece, start: int, page: int, steps: tuple[int, int]) -> list[int]:
+    """Write a piece down as csrc/staged/copies.h reads it.
+
+    Parameters
+    ----------
+    piece
+        Where its bytes lie on the host.
+    start, page, steps
+        Where they lie in staging memory: the first byte, and the bytes between pages, slots and layers.
+    """
+    row = [piece.address, piece.page_stride, piece.layer_stride, piece.width, start, page]
+    for axis, step in zip((piece.slots, piece.layers), steps, strict=True):
+        row += [axis.count, axis.stride, step]
+    return row
+
+
 @dataclass(frozen=True)
 class StagingLayout:
     """Pieces with their place in a staging buffer of ``chunk_pages`` pages.
@@ -169,10 +185,7 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
             placed[name] = step
             step *= axes[name].count
         page = piece.width if pages_together else step
-        row = [piece.address, piece.page_stride, piece.layer_stride, piece.width, start, page]
-        for name in ("slots", "layers"):
-            row += [axes[name].count, axes[name].stride, placed[name]]
-        table.append(row)
+        table.append(describe_piece(piece, start, page, (placed["slots"], placed["layers"])))
         for index, offset in piece.members:
             host = planes[index].host.strides
             # An axis inside the width has the host's stride in staging memory, as the bytes are the same.

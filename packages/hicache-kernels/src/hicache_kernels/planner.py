@@ -112,11 +112,11 @@ class Plan:
 FLAT_WIDTH_BYTES = 64 << 10
 PITCHED_BYTES = 5 << 19
 """Copies of less, of rows at least this wide, go row by row in batches (``csrc/staged/gpu_backend.h``)."""
-MOST_LAYERS_EACH = 16
+MAX_LAYERS_EACH = 16
 """Layers that a copy of a load takes at most: the later ones of them wait for all."""
 LOAD_BUFFERS = 3
 """Buffers that the staging memory of loads makes (``staging.py``)."""
-LEAST_CHUNK_PAGES = 8
+MIN_CHUNK_PAGES = 8
 """Pages that a staging buffer should still take of so many layers: copies of 8 layers, 32 KB wide, made 0.86 of the bus
 where those of 16 make 0.93 (512 MiB of pages of 64 slots of 128 KiB, an H200)."""
 NEAR_BEST = 1.01
@@ -189,9 +189,9 @@ def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) 
     if work.layout is HostLayout.LAYER_FIRST:
         return 1
     choices = [1]
-    least_pages = min(LEAST_CHUNK_PAGES, max(1, work.pages))
+    least_pages = min(MIN_CHUNK_PAGES, max(1, work.pages))
     while (
-        2 * choices[-1] <= min(MOST_LAYERS_EACH, work.layers // 2)
+        2 * choices[-1] <= min(MAX_LAYERS_EACH, work.layers // 2)
         and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
     ):
         choices.append(2 * choices[-1])

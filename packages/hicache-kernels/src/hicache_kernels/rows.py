@@ -15,6 +15,10 @@ from .streams import own_stream
 
 GROUP_FIELDS = 14
 VECTOR_WIDTHS = (16, 8, 4)
+DIRECT_ALIGNMENT = 4
+"""Addresses, strides and sizes of rows that the main module moves are multiples of this many bytes."""
+STAGED_ALIGNMENT = 16
+"""Those of rows that the staged module moves are multiples of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +185,8 @@ def build_tables(
     Parameters
     ----------
     planes, sides
-        The planes, and where each one's rows lie on the other side: host pages, or a staging buffer, where offsets count
-        from its start.
+        The planes, and where each one's rows lie on the other side: in host memory, or in a staging buffer, from whose
+        start offsets then count.
     layered
         Whether the other side has all layers, or one (a staging buffer of a load).
     inner

@@ -176,7 +176,7 @@ class PlaneTransfer:
         try:
             if plan.path != DIRECT:
                 return self._write_back_staged(indices, plan, size, stream)
-            host_slots, device_slots = reader.both_slots(indices, stream)
+            host_slots, device_slots = reader.on_device(indices, stream, both=True)
             self._paths.direct.move(
                 device_slots, host_slots, to_device=False, layer=None, blocks=max(1, plan.block_quota), stream=stream
             )
@@ -192,7 +192,7 @@ class PlaneTransfer:
         pages = _host_pages(indices)
         staged = self._paths.staged
         with staged.write_lane.lock:
-            if indices.device.device.type == "cpu":
+            if indices.device.is_cpu:
                 copies = staged.copy_runs(
                     Direction.WRITE_BACK, pages, indices.device, stream, first_layer=0, end_layer=self.layers
                 )
@@ -200,7 +200,8 @@ class PlaneTransfer:
                     ready = staged.write_lane.copies_done()
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies)
-            copies = staged.write_back(pages, self._paths.indices.device_slots(indices, stream), stream)
+            slots = self._paths.indices.on_device(indices, stream, both=False)[1]
+            copies = staged.write_back(pages, slots, stream)
             released = None if stream is None else stream.record_event()
             ready = staged.write_lane.copies_done()
             return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
@@ -281,7 +282,7 @@ class PlaneTransfer:
         with_events: bool,
         stream: torch.cuda.Stream | None,
     ) -> TransferResult:
-        host_slots, device_slots = self._paths.indices.both_slots(indices, stream)
+        host_slots, device_slots = self._paths.indices.on_device(indices, stream, both=True)
         blocks = max(1, plan.block_quota)
         if stream is None or not with_events:
             self._paths.direct.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks, stream=stream)
@@ -306,7 +307,7 @@ class PlaneTransfer:
         staged = self._paths.staged
         with staged.load_lane.lock:
             taken = LayerEvents()
-            if indices.device.device.type == "cpu":
+            if indices.device.is_cpu:
                 # More than the staged path needs, which takes over what direct copies leave.
                 taken = self._spare_events.take(len(layers) if with_events else 0, stream)
                 copies = staged.copy_runs(
@@ -330,7 +331,7 @@ class PlaneTransfer:
             taken = taken.first(len(steps))
             copies = staged.load(
                 pages,
-                self._paths.indices.device_slots(indices, stream),
+                self._paths.indices.on_device(indices, stream, both=False)[1],
                 stream,
                 first_layer=layers.start,
                 end_layer=layers.stop,

@@ -7,9 +7,9 @@ from collections import deque
 
 import torch
 
-LEAST_COUNT = 4096
+MIN_COUNT = 4096
 """Indices that an upload has room for at least."""
-MOST_LOOKS = 4
+MAX_LOOKS = 4
 """Uploads looked at before another one is made: a long operation must not make every short one bring its own."""
 
 
@@ -48,7 +48,7 @@ class UploadPool:
 
     def take(self, count: int) -> Upload:
         """Room for ``count`` indices that nothing reads any more; call with the stream current that will read it."""
-        for _ in range(min(len(self._spare), MOST_LOOKS)):
+        for _ in range(min(len(self._spare), MAX_LOOKS)):
             try:
                 upload = self._spare.popleft()
             except IndexError:  # other threads took them
@@ -57,7 +57,7 @@ class UploadPool:
                 self._spare.append(upload)
             elif upload.pinned.numel() >= count:
                 return upload
-        return Upload(max(LEAST_COUNT, 1 << (count - 1).bit_length()), self._device)
+        return Upload(max(MIN_COUNT, 1 << (count - 1).bit_length()), self._device)
 
     def give_back(self, upload: Upload) -> None:
         """Take an upload back whose event is recorded."""

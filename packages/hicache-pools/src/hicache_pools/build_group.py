@@ -185,7 +185,7 @@ def build_host_pool_group(
                 pin_memory,
                 "cpu",
                 allocator_type,
-                transfer_policy,
+                transfer_policy=transfer_policy,
                 pages=pages[plan.name],
                 packed_draft_device_pools=plan.spec.packed_draft_device_pools,
                 memory_options=memory_options,

@@ -318,7 +318,7 @@ class HostPoolGroup:
         if len({id(transfer) for transfer in transfers}) < len(transfers):
             raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)
-        sources = self._sources(transfers, primary)
+        derived = self._pair_derived(transfers, primary)
         owners = [t for t in transfers if t.indices_from_pool is None and _indices(t, side) is None]
         # The order of names, not of the list: what a rank's tree lists first must not decide who gets the last slots.
         owners.sort(key=lambda transfer: str(transfer.name))
@@ -326,7 +326,7 @@ class HostPoolGroup:
         if side == "device":
             for request in requests:
                 check_device_callbacks(request.entry)
-        _check_derived(sources, side, owners)
+        _check_derived(derived, side, owners)
 
         taken = self._slots.take(requests, side)
         if taken is None:
@@ -337,14 +337,14 @@ class HostPoolGroup:
             raise RuntimeError(f"a reclaim callback filled transfers in: {[str(transfer.name) for transfer in owners]}")
         for transfer, indices in zip(owners, taken, strict=True):
             _set_indices(transfer, side, indices, from_group=True)
-        for transfer, source in sources:
+        for transfer, source in derived:
             for each in ("host", "device"):
                 indices_or_none = _indices(source, each)
                 if _indices(transfer, each) is None and indices_or_none is not None:
                     _set_indices(transfer, each, indices_or_none, from_group=True)
         return list(transfers)
 
-    def _sources(
+    def _pair_derived(
         self, transfers: Sequence[PoolTransfer], primary: PoolTransfer
     ) -> list[tuple[PoolTransfer, PoolTransfer]]:
         """Pair each derived transfer with the transfer that owns its indices, through any chain."""
@@ -414,10 +414,10 @@ def _set_indices(transfer: PoolTransfer, side: Side, indices: torch.Tensor | Non
 
 
 def _check_derived(
-    sources: Sequence[tuple[PoolTransfer, PoolTransfer]], side: Side, owners: Sequence[PoolTransfer]
+    derived: Sequence[tuple[PoolTransfer, PoolTransfer]], side: Side, owners: Sequence[PoolTransfer]
 ) -> None:
     """Raise where a derived transfer would be left without indices, or has some that are not its source's."""
-    for transfer, source in sources:
+    for transfer, source in derived:
         if _indices(source, side) is None and source not in owners:
             raise ValueError(
                 f"transfer {transfer.name!s} derives its indices from {source.name!s}, whose {side} indices are None; "

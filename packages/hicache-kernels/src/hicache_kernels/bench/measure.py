@@ -20,7 +20,7 @@ from .pool import BenchPool, Buffers
 SLOW_SECONDS = 0.2
 """An operation that takes longer is measured once."""
 SPIN_CYCLES_PER_SECOND = 2e9
-LEAST_SPIN_SECONDS = 2e-3
+MIN_SPIN_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - begin
     torch.cuda.synchronize(device)
     start, end = timing_event(), timing_event()
-    _spin(LEAST_SPIN_SECONDS)
+    _spin(MIN_SPIN_SECONDS)
     start.record()
     call()
     end.record()
@@ -192,7 +192,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     while first.seconds <= SLOW_SECONDS and len(idle) < repeats:
         idle.append(sample())
         if side is not None:
-            kept.append(sample(4 * idle[-1].submit + LEAST_SPIN_SECONDS))
+            kept.append(sample(4 * idle[-1].submit + MIN_SPIN_SECONDS))
     idle = idle or [first]
     kept = kept or idle
     seconds, idle_seconds = median(each.seconds for each in kept), median(each.seconds for each in idle)

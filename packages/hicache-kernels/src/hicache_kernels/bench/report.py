@@ -28,9 +28,9 @@ from .pool import BenchPool, Buffers
 
 Progress = Callable[[str], None]
 
-MOST_SLOWDOWN = 1.05
+MAX_SLOWDOWN = 1.05
 """Plain copies around the cases of a pool, over all plain copies so far: with more, others use the machine."""
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Measurements of a pool while others do. The CPU, whose copies are never the same, has one."""
 
 
@@ -156,7 +156,7 @@ def run_benchmark(
     buffers = Buffers.allocate(size, device)
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
-    attempts = 1 if device.type == "cpu" else MOST_ATTEMPTS
+    attempts = 1 if device.type == "cpu" else MAX_ATTEMPTS
     for (shape, page_size, layout, _), group in itertools.groupby(cases, _pool_of):
         progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
         report.cases += _measure_pool(list(group), buffers, constants, copies, repeats, attempts)
@@ -213,7 +213,7 @@ def disturbed(samples: Sequence[float], usual: Sequence[float]) -> bool:
     """Whether copies before or behind something took longer than usual: others use the bus, or the host's memory."""
     # Not the median: at first, those of a disturbed moment may be most of all there are.
     quarter = sorted(usual)[len(usual) // 4]
-    return max(median(samples[:2]), median(samples[2:])) > MOST_SLOWDOWN * quarter
+    return max(median(samples[:2]), median(samples[2:])) > MAX_SLOWDOWN * quarter
 
 
 def _full_staging(buffers: Buffers, report: Report, repeats: int) -> CaseResult | None:

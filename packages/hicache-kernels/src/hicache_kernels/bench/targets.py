@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..layout import HostLayout
 from ..staging import Direction
 from .builds import BUILD_CORES
-from .cases import MOST_CTAS, WIDE_SHARE_BYTES, Case, Pattern
+from .cases import MAX_CTAS, WIDE_SHARE_BYTES, Case, Pattern
 from .measure import Measurement
 from .report import CaseResult, Report
 
@@ -104,7 +104,7 @@ def evaluate_targets(report: Report) -> tuple[Target, ...]:
         return lambda case: (
             case.direction is direction
             and case.policy == "direct"
-            and case.block_quota == MOST_CTAS
+            and case.block_quota == MAX_CTAS
             and not case.layer_by_layer
         )
 
