@@ -1,4 +1,4 @@
-"""Modules that a platform wheel carries: taken before the cache and a build, passed over aloud where they do not fit."""
+"""Modules of a platform wheel: used before the cache and a build; one that does not fit is named in the log."""
 
 import json
 from pathlib import Path
