@@ -43,7 +43,7 @@ def target() -> str:
 
 
 def prefix_maps() -> list[str]:
-    """Flags that keep directories of this machine out of the modules' messages."""
+    """Return flags that keep directories of this machine out of the modules' messages."""
     headers = Path(tvm_ffi.__file__).resolve().parent
     return [f"-fmacro-prefix-map={CSRC.parent}=hicache_kernels", f"-fmacro-prefix-map={headers}=tvm_ffi"]
 
@@ -72,7 +72,7 @@ def build_for_cuda(spec: ModuleSpec, library: Path, home: Path) -> BuildRecord:
     static = [str(gcc_file("libstdc++.a")), str(next(home.glob("lib*/libcudart_static.a")))]
     tvm = ["-L" + str(Path(find_libtvm_ffi()).parent), "-ltvm_ffi"]
     system = ["-lunwind", "-lpthread", "-ldl", "-lrt", "-lm"]
-    shim = ["-fPIC", "-fvisibility=hidden", *prefix_maps(), str(HERE / "glibc_shim.c")]
+    shim = ["-O2", "-fPIC", "-fvisibility=hidden", str(HERE / "glibc_shim.c")]
     run([*ZIG, "cc", "-target", target(), *_LINK, str(compiled), *shim, *static, *tvm, *system, "-o", str(library)])
     compiled.unlink()
     compiler = f"{nvcc.summary}; linked by zig {metadata.version('ziglang')}"
