@@ -140,10 +140,10 @@ def controller(session: nox.Session) -> None:
 
 @nox.session
 def together(session: nox.Session) -> None:
-    """Run the tests of all three packages at work, and the GPU tests (which skip where there is none)."""
+    """Run the tests of the sources, of all three packages at work, and on a GPU (which skip where there is none)."""
     extras = "[mooncake,plot,prometheus,transformers]"
     install_wheels(session, *PACKAGES, extras=extras, with_=(*TEST_TOOLS, "peft>=0.21"))
-    pytest(session, "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
+    pytest(session, "tests/house", "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 
 @nox.session

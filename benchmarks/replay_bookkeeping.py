@@ -29,7 +29,7 @@ def measure(trace: Path, l1: str, l2: str) -> dict[str, float]:
         arguments = ["replay", str(trace), "--no-data", "--page-size", "512", "--l1-pages", l1, "--l2-pages", l2]
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
-            [sys.executable, "-m", "hicache_controller.cli", *arguments, "--json", str(figures)],
+            [sys.executable, "-m", "hicache_controller.tools.cli", *arguments, "--json", str(figures)],
             check=True,
             stdout=subprocess.DEVNULL,
         )

@@ -56,17 +56,17 @@ class SlowStorage(MemoryStorage):
         if seconds:
             self.ended.wait(None if math.isinf(seconds) else seconds)
 
-    def _present(self, pool: Any, keys: list[bytes], *, leading: bool) -> list[bool]:
+    def find_pages(self, pool: Any, keys: list[bytes], *, leading: bool) -> list[bool]:
         self._pause(1)
-        return super()._present(pool, keys, leading=leading)
+        return super().find_pages(pool, keys, leading=leading)
 
-    def _load(self, pool: Any, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def load_pages(self, pool: Any, keys: list[bytes], pages: list[int]) -> list[bool]:
         self._pause(len(keys))
-        return super()._load(pool, keys, pages)
+        return super().load_pages(pool, keys, pages)
 
-    def _store(self, pool: Any, keys: list[bytes], pages: list[int], parents: list[bytes | None]) -> list[bool]:
+    def store_pages(self, pool: Any, keys: list[bytes], pages: list[int], parents: list[bytes | None]) -> list[bool]:
         self._pause(len(keys))
-        return super()._store(pool, keys, pages, parents)
+        return super().store_pages(pool, keys, pages, parents)
 
 
 class Clock:

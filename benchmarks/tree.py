@@ -20,8 +20,8 @@ import numpy as np
 
 from hicache_controller.hashing import page_hashes
 from hicache_controller.hybrid import HybridCacheController
-from hicache_controller.replay import Replay, ReplayOptions
-from hicache_controller.trace import TraceRequest, make_trace, read_trace
+from hicache_controller.tools.replay import Replay, ReplayOptions
+from hicache_controller.tools.trace import TraceRequest, make_trace, read_trace
 from hicache_controller.tree import UnifiedRadixCache, WindowComponent
 from hicache_pools import ExtentAllocator, HostPoolGroup, NullPoolHost, PoolEntry
 

@@ -15,26 +15,24 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hicache_controller.capacity import (
+from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_controller.tools.capacity import (
     CapacityError,
+    ModelGeometry,
+    attention_token_bytes,
     disk_prompt_bytes,
+    element_bytes,
     expected_hits,
+    geometry_from_config,
+    latent_token_bytes,
     parse_bytes,
     plan_capacity,
     trace_means,
 )
-from hicache_controller.capacity_geometry import (
-    ELEMENT_BYTES,
-    ModelGeometry,
-    attention_token_bytes,
-    element_bytes,
-    geometry_from_config,
-    latent_token_bytes,
-)
-from hicache_controller.cli import app
-from hicache_controller.replay import Replay, ReplayOptions
-from hicache_controller.storage import FileStorage, Fingerprint
-from hicache_controller.trace import BLOCK_TOKENS, TraceRequest, make_trace, write_trace
+from hicache_controller.tools.cli import app
+from hicache_controller.tools.dtypes import ELEMENT_BYTES
+from hicache_controller.tools.replay import Replay, ReplayOptions
+from hicache_controller.tools.trace import BLOCK_TOKENS, TraceRequest, make_trace, write_trace
 from hicache_pools import (
     DSAIndexerPoolHost,
     DSATokenToKVPool,

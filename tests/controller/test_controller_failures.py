@@ -367,14 +367,14 @@ def test_a_rank_on_which_giving_slots_back_raises_asks_the_others_as_often(make_
 
 def test_a_shutdown_in_which_giving_slots_back_raises_ends_all_the_same(make_stack):
     stack = make_stack()
-    controller, lanes = stack.controller, stack.controller.engine._lanes
+    controller, lanes = stack.controller, stack.controller.engine._lanes.values()
     hosts = [stack.written(1)[0] for _ in range(2)]
     for node, host in enumerate(hosts):
         controller.load(host, node_id=node)
     stack.entry.device_free_fn = Raising(stack.allocator.free)
     with pytest.raises(MemoryError, match="injected by the engine"):
         controller.shutdown(30)
-    assert not any(lane._thread.is_alive() for lane in (lanes.device_to_host, lanes.host_to_device))
+    assert not any(lane.worker._thread.is_alive() for lane in lanes)
     assert stack.used() == (1, 2)
     assert controller.shutdown(30)
 

@@ -1,8 +1,4 @@
-"""Slots in flight against a plain model, and the events and lanes under them."""
-
-import asyncio
-import threading
-from types import SimpleNamespace
+"""Slots in flight against a plain model, and the events under them."""
 
 import numpy as np
 import pytest
@@ -10,18 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_controller.events import COMPLETED, EventGroup, HostSignal, StreamSignal, wait_until_done
+from hicache_controller.devices import CpuDevice, HostClock
+from hicache_controller.events import COMPLETED, HostSignal, StreamSignal, wait_until_done
 from hicache_controller.in_flight import Access, InFlight, Place, Side, Use, page_granules
-from hicache_controller.lanes import (
-    CpuDevice,
-    CudaDevice,
-    HostClock,
-    InlineLane,
-    LanePair,
-    LaneStoppedError,
-    ThreadLane,
-    runs_on_cpu,
-)
 from hicache_kernels import TransferResult
 
 PLACES = [Place("a", Side.HOST), Place("a", Side.DEVICE), Place("b", Side.HOST)]
@@ -96,144 +83,6 @@ def test_an_operation_is_tracked_once():
     assert tracked.owners() == ["a"]
 
 
-class Recorder:
-    def __init__(self, log, name, gate=None):
-        self.log, self.name, self.gate = log, name, gate
-        self.error = self.thread = None
-        self.entered = threading.Event()
-        self.ended = threading.Event()
-
-    def run(self):
-        self.thread = threading.current_thread()
-        self.entered.set()
-        if self.gate is not None:
-            self.gate.wait()
-        self.log.append(self.name)
-        self.ended.set()
-
-    def abandon(self, error):
-        self.error = error
-        self.ended.set()
-
-
-def test_a_thread_lane_runs_jobs_in_order_behind_their_events():
-    log, first, second = [], HostSignal(), HostSignal()
-    lane = ThreadLane(CpuDevice(), "lane")
-    jobs = [Recorder(log, number) for number in range(3)]
-    lane.submit(jobs[0], [first, COMPLETED])
-    lane.submit(jobs[1], [])
-    lane.submit(jobs[2], [EventGroup([second, first])])
-    assert log == []
-    first.fire()
-    jobs[1].ended.wait()
-    assert log == [0, 1]
-    second.fire()
-    jobs[2].ended.wait()
-    assert log == [0, 1, 2]
-    assert lane.close(30)
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_job_that_ends_with_what_is_no_exception_does_not_end_its_lane(caplog):
-    class Cancelled(Recorder):
-        def run(self):
-            super().run()
-            raise asyncio.CancelledError
-
-    log, lane = [], ThreadLane(CpuDevice(), "lane")
-    lane.submit(Cancelled(log, 0), [])
-    behind = Recorder(log, 1)
-    lane.submit(behind, [])
-    assert behind.ended.wait(30)
-    assert log == [0, 1]
-    assert lane.close(30)
-    assert "no Exception" in caplog.text
-
-
-def test_a_closing_lane_ends_the_running_job_and_abandons_the_rest():
-    log, gate, never = [], threading.Event(), HostSignal()
-    lane = ThreadLane(CpuDevice(), "lane")
-    running, waiting, queued = Recorder(log, "running", gate), Recorder(log, "waiting"), Recorder(log, "queued")
-    lane.submit(running, [])
-    lane.submit(waiting, [never])
-    lane.submit(queued, [])
-    running.entered.wait()
-    assert not lane.close(0)
-    gate.set()
-    assert lane.close(30)
-    assert log == ["running"]
-    late = Recorder(log, "late")
-    lane.submit(late, [])
-    assert all(isinstance(job.error, LaneStoppedError) for job in (waiting, queued, late))
-
-
-def test_an_inline_thread_lane_runs_what_needs_no_waiting_in_the_submitting_thread():
-    log, storage, queued = [], HostSignal(), StreamSignal()
-    queued.fire([])
-    lane = ThreadLane(CpuDevice(), "lane")
-    jobs = [Recorder(log, number) for number in range(4)]
-    lane.submit(jobs[0], [COMPLETED, queued], inline=True)
-    assert log == [0]
-    assert jobs[0].thread is threading.current_thread()
-    lane.submit(jobs[1], [storage], inline=True)
-    lane.submit(jobs[2], [], inline=True)
-    assert log == [0]
-    storage.fire()
-    jobs[2].ended.wait()
-    assert log == [0, 1, 2]
-    assert jobs[2].thread is jobs[1].thread is not threading.current_thread()
-    assert lane.close(30)
-    lane.submit(jobs[3], [], inline=True)
-    assert isinstance(jobs[3].error, LaneStoppedError)
-
-
-def test_an_inline_thread_lane_leaves_it_to_its_thread_to_wait_for_what_is_not_queued():
-    log, unqueued = [], StreamSignal()
-    lane = ThreadLane(CpuDevice(), "lane")
-    job = Recorder(log, "job")
-    lane.submit(job, [EventGroup([COMPLETED, unqueued])], inline=True)
-    assert log == []
-    unqueued.fire([])
-    job.ended.wait()
-    assert job.thread is not threading.current_thread()
-    assert lane.close(30)
-
-
-def test_jobs_of_an_inline_thread_lane_run_one_at_a_time(in_thread):
-    log, gate = [], threading.Event()
-    lane = ThreadLane(CpuDevice(), "lane")
-    first, second = Recorder(log, "first", gate), Recorder(log, "second")
-    submitter = in_thread(lambda: lane.submit(first, [], inline=True))
-    first.entered.wait()
-    lane.submit(second, [], inline=True)
-    assert not lane.close(0.05)
-    assert log == []
-    gate.set()
-    submitter.join()
-    assert lane.close(30)
-    assert log == ["first"]
-    assert isinstance(second.error, LaneStoppedError)
-
-
-@pytest.mark.parametrize("inline", [False, True])
-def test_an_event_that_raises_abandons_its_job_and_no_other(inline):
-    class Faulty(CpuDevice):
-        def order(self, event):
-            if event is faulty:
-                raise RuntimeError("an illegal memory access")
-
-    log, faulty = [], FakeCudaEvent()
-    lane = ThreadLane(Faulty(), "lane")
-    first, second = Recorder(log, "first"), Recorder(log, "second")
-    lane.submit(first, [faulty], inline=inline)
-    lane.submit(second, [COMPLETED], inline=inline)
-    first.ended.wait()
-    second.ended.wait()
-    assert str(first.error) == "an illegal memory access"
-    assert log == ["second"]
-    assert lane.close(30)
-
-
 def test_what_the_cpu_moves_itself_is_not_queued_inline(make_stack):
     stack = make_stack(queue_inline=True)
     gate = stack.host_pool.write_gate
@@ -243,22 +92,6 @@ def test_what_the_cpu_moves_itself_is_not_queued_inline(make_stack):
     gate.open()
     (ack,) = stack.controller.poll_writes(wait=True)
     assert ack.error is None
-
-
-def test_an_inline_lane_is_done_when_submit_returns():
-    log = []
-    lane = InlineLane(CpuDevice())
-    lane.submit(Recorder(log, 1), [COMPLETED])
-    assert log == [1]
-    lane.close(0)
-    late = Recorder(log, 2)
-    lane.submit(late, [])
-    assert isinstance(late.error, LaneStoppedError)
-
-
-def test_only_cpu_pools_complete_synchronously():
-    with pytest.raises(ValueError, match="synchronous is True with pools on cuda"):
-        LanePair(torch.device("cuda"), synchronous=True)
 
 
 def test_a_load_of_one_pool_can_be_one_call_with_an_event_a_layer(make_stack, monkeypatch):
@@ -403,43 +236,3 @@ def test_pages_stay_what_they_were_when_the_index_tensor_changes(page_size, dtyp
     pages = page_granules(slots, page_size)
     slots += 8
     assert pages.tolist() == list(range(8 // page_size, 16 // page_size))
-
-
-class Stream:
-    """Stand-in for a CUDA stream that counts how often it was waited for."""
-
-    def __init__(self, device):
-        self.waits = 0
-
-    def synchronize(self):
-        self.waits += 1
-
-
-def part(name="kv", *, staged=False, direct=True, io_backend="kernel", block_quota=None):
-    pool = SimpleNamespace(can_use_write_back_jit=staged, capabilities=lambda: SimpleNamespace(direct=direct))
-    return SimpleNamespace(name=name, host_pool=pool, io_backend=io_backend, block_quota=block_quota)
-
-
-@pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("io_backend", ["kernel", "direct"])
-@pytest.mark.parametrize("block_quota", [None, 0, 2])
-def test_the_cpu_waits_for_the_stream_where_it_moves_rows_itself(monkeypatch, staged, direct, io_backend, block_quota):
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    forbidden = io_backend == "direct" or block_quota == 0
-    on_cpu = not staged and (forbidden or not direct)
-    options = {"io_backend": io_backend, "block_quota": block_quota}
-    assert runs_on_cpu(staged=staged, direct=direct, **options) is on_cpu
-    device = CudaDevice(torch.device("cuda"))
-    device.before_transfer([part(staged=True), part(staged=staged, direct=direct, **options), part()])
-    assert device.stream.waits == int(on_cpu)
-
-
-def test_a_pool_whose_direct_path_is_forbidden_is_named_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    told = set()
-    devices = [CudaDevice(torch.device("cuda"), told) for _ in range(2)]
-    for device in devices * 2:
-        device.before_transfer([part("kv", block_quota=0), part("swa", io_backend="direct"), part("no", direct=False)])
-    assert [record.args for record in caplog.records] == [("kv", "kernel", 0), ("swa", "direct", None)]
-    assert [device.stream.waits for device in devices] == [2, 2]

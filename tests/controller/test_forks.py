@@ -10,8 +10,6 @@ from tests.conftest import in_child
 
 from hicache_controller import Fingerprint, UnifiedRadixCache
 from hicache_controller.events import HostSignal
-from hicache_controller.storage.file import FileStorage
-from hicache_controller.storage.memory import MemoryStorage
 
 FINGERPRINT = Fingerprint("org/model", "abc")
 
@@ -64,11 +62,12 @@ def test_a_forked_child_that_uses_the_cache_gets_an_error_that_names_the_fork(pa
 
 def test_parts_of_a_cache_refuse_in_a_forked_child_by_themselves(parent):
     controller = parent.controller
-    engine, counter, lane = controller.engine, controller.layer_done_counter, controller.engine._lanes.device_to_host
+    engine, counter = controller.engine, controller.layer_done_counter
+    (worker, _) = (lane.worker for lane in engine._lanes.values())
     for use in (
         lambda: engine.drain(),
         lambda: engine.close(1),
-        lambda: lane.submit(None, ()),
+        lambda: worker.submit(None),
         lambda: counter.wait_until(0),
         lambda: parent.storage.batch_exists(parent.page_keys),
     ):
@@ -106,27 +105,6 @@ def test_a_forked_child_makes_and_uses_a_cache_of_its_own(parent, make_stack):
         return stack.controller.shutdown()
 
     assert in_child(use) == "returned True"
-
-
-@pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_storage_of_the_parent_refuses_in_a_forked_child(tmp_path, parent, kind):
-    storage = FileStorage(tmp_path, fingerprint=FINGERPRINT) if kind == "file" else MemoryStorage()
-    storage.register_mem_pool_host(parent.host_pool)
-    keys = parent.keys(2)
-    assert storage.batch_set(keys, parent.host) == [True, True]
-    for use in (
-        lambda: storage.batch_get(keys, parent.host),
-        lambda: storage.batch_set(keys, parent.host),
-        lambda: storage.clear(),
-        lambda: storage.close(),
-        lambda: storage.stats(),
-    ):
-        assert in_child(use).startswith(f"RuntimeError: this {type(storage).__name__} was made before a fork")
-    assert storage.batch_exists(keys) == 2
-    parent.host_pool.buffer.zero_()
-    assert storage.batch_get(keys, parent.host) == [True, True]
-    assert parent.same(parent.loaded(parent.host), parent.rows_of_host)
-    storage.close()
 
 
 def test_a_forked_child_that_drops_everything_and_ends_leaves_the_parents_files_and_memory_alone(tmp_path):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hicache_controller.devices import CpuDevice
 from hicache_controller.interrupts import interruptibly, interrupts_held_back
-from hicache_controller.lanes import CpuDevice
 from hicache_controller.transfer_engine import L2TransferEngine
 from hicache_controller.transfer_handle import L2Transfer
 

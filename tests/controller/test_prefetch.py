@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.contract import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
 from hicache_controller.storage_worker import PrefetchPolicy, StorageTask, StorageThread

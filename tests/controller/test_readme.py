@@ -11,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hicache_controller
-from hicache_controller import cli, metrics, storage
+from hicache_controller import metrics, storage
 from hicache_controller.storage import mooncake
+from hicache_controller.tools import cli
 
 README = Path(__file__).parents[2] / "packages" / "hicache-controller" / "README.md"
 

@@ -59,7 +59,7 @@ def replay(arguments: list[str], master: str, figures: Path) -> tuple[str, dict[
     """What the command prints, and its figures."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "hicache_controller.cli", *arguments),
+            *(sys.executable, "-m", "hicache_controller.tools.cli", *arguments),
             *("--device", "cpu", "--mooncake-master", master, "--json", str(figures)),
         ],
         env=os.environ | {"COLUMNS": "80"},

@@ -15,7 +15,7 @@ import torch.distributed
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.hashing import page_hashes
-from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.contract import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_link import StorageSettings
 from hicache_controller.tree import UnifiedRadixCache

@@ -13,10 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hicache_controller.bench.engine import BenchError, EngineBench, PromptTimes
-from hicache_controller.bench.models import PRESETS, ModelShape, random_model, shape_of
-from hicache_controller.bench.options import EngineOptions
-from hicache_controller.cli import app
+from hicache_controller.tools.bench.engine import BenchError, EngineBench, PromptTimes
+from hicache_controller.tools.bench.models import PRESETS, ModelShape, random_model, shape_of
+from hicache_controller.tools.bench.options import EngineOptions
+from hicache_controller.tools.cli import app
 
 if importlib.util.find_spec("transformers") is None:  # CI installs the extra for these tests
     pytest.skip("transformers is not installed", allow_module_level=True)

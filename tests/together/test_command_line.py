@@ -15,9 +15,9 @@ import pytest
 from tests.processes import faults_of_import_orders, run_within_a_gib
 from typer.testing import CliRunner
 
-from hicache_controller.cli import app
-from hicache_controller.replay import Replay, ReplayOptions, runner
-from hicache_controller.trace import TraceRequest, make_trace, write_trace
+from hicache_controller.tools.cli import app
+from hicache_controller.tools.replay import Replay, ReplayOptions, runner
+from hicache_controller.tools.trace import TraceRequest, make_trace, write_trace
 
 SHAPE = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
 CAPACITY = ("capacity", "--gpu", "40GB", "--host", "1GB")
@@ -42,7 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hicache(*arguments: object, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hicache_controller.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "hicache_controller.tools.cli", *map(str, arguments)]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
@@ -102,7 +102,7 @@ def test_argument_that_cannot_work_is_one_line_without_torch(
     places["deep"].write_text("[" * 200_000)
     with places["long"].open("wb") as sparse:
         sparse.truncate(1 << 32)
-    run = run_within_a_gib("hicache_controller.cli", *(argument.format(**places) for argument in arguments))
+    run = run_within_a_gib("hicache_controller.tools.cli", *(argument.format(**places) for argument in arguments))
     assert run.returncode == 2
     assert run.stderr.startswith(f"hicache: {complaint.format(**places)}"), run.stderr[:300]
     assert run.stderr.count("\n") == 1, run.stderr[:300]
@@ -113,7 +113,7 @@ def test_argument_that_cannot_work_is_one_line_without_torch(
     "arguments", [(), ("replay",), ("info",), ("capacity",), ("trace", "make"), ("bench", "engine")], ids=" ".join
 )
 def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
-    run = run_within_a_gib("hicache_controller.cli", *arguments, "--help")
+    run = run_within_a_gib("hicache_controller.tools.cli", *arguments, "--help")
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -129,7 +129,7 @@ def test_missing_library_of_mooncake_is_named_with_its_packages(
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "store.py").write_text(f"raise ImportError({missing!r})\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = run_within_a_gib("hicache_controller.cli", "replay", trace, "--storage", "mooncake")
+    run = run_within_a_gib("hicache_controller.tools.cli", "replay", trace, "--storage", "mooncake")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"hicache: Mooncake cannot be imported ({missing})")
     assert run.stderr.endswith("packages libibverbs1 librdmacm1 libnuma1\n")
@@ -181,7 +181,7 @@ def test_interrupted_command_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hicache_controller.cli.make_trace", interrupted)
+    monkeypatch.setattr("hicache_controller.tools.cli.make_trace", interrupted)
     run = CliRunner().invoke(app, ["trace", "make", str(tmp_path / "made")])
     assert (run.exit_code, run.stderr) == (130, "hicache: interrupted\n")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
-import hicache_controller.cli
+import hicache_controller.tools.cli
 import hicache_kernels.cli
 import hicache_pools.cli
 from hicache_controller.metrics import PREFIX
@@ -29,7 +29,7 @@ SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 COMMANDS = {
-    "hicache": hicache_controller.cli.app,
+    "hicache": hicache_controller.tools.cli.app,
     "hicache-kernels": hicache_kernels.cli.app,
     "hicache-pools": hicache_pools.cli.app,
 }

@@ -146,8 +146,8 @@ def test_pictures_that_are_not_there_leave_no_trace(tmp_path: Path) -> None:
 
 def test_engine_table_comes_from_a_report_of_its_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    bench = importlib.import_module("hicache_controller.bench.report")
-    engine = importlib.import_module("hicache_controller.bench.engine")
+    bench = importlib.import_module("hicache_controller.tools.bench.report")
+    engine = importlib.import_module("hicache_controller.tools.bench.engine")
     times = engine.PromptTimes(
         4096, 64, 1.25, 0.05, l2=0.0625, load_bytes=1 << 20, load_seconds=0.03, load_path="staged", copy=0.025
     )

@@ -18,13 +18,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from hicache_controller import report as reports
-from hicache_controller.cli import app
 from hicache_controller.policies import EVICTION_STRATEGIES
-from hicache_controller.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
 from hicache_controller.storage import MemoryStorage
 from hicache_controller.storage.base import RegisteredPool
-from hicache_controller.trace import TraceRequest, make_trace, read_trace, write_trace
+from hicache_controller.tools.cli import app
+from hicache_controller.tools.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
+from hicache_controller.tools.replay import report as reports
+from hicache_controller.tools.trace import TraceRequest, make_trace, read_trace, write_trace
 from hicache_controller.tree.policies import STRATEGIES
 
 
@@ -212,14 +212,14 @@ def test_flipped_byte_in_l3_is_a_counted_miss(chats: list[TraceRequest], tmp_pat
 def test_wrong_byte_from_storage_ends_the_command_with_code_1_and_the_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load = MemoryStorage._load
+    load = MemoryStorage.load_pages
 
     def load_with_a_flipped_bit(self: MemoryStorage, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> Any:
         loaded = load(self, pool, keys, pages)
         pool.pool.page_memory(pages[-1])[-1][-1] ^= 1
         return loaded
 
-    monkeypatch.setattr(MemoryStorage, "_load", load_with_a_flipped_bit)
+    monkeypatch.setattr(MemoryStorage, "load_pages", load_with_a_flipped_bit)
     run = hicache("replay", "--requests", "100", "--storage", "memory", "--page-size", "4", "--block-tokens", "4")
     assert run.exit_code == 1
     assert re.search(r"wrong bytes: page \d+ .* position 3, layer 3, component 1, byte 63: 0x.. where 0x..", run.stderr)
@@ -227,7 +227,7 @@ def test_wrong_byte_from_storage_ends_the_command_with_code_1_and_the_place(
 
 def test_machine_without_a_compiler_replays_in_plain_torch_and_says_so(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "hicache_controller.cli", "replay", "--requests", "20"],
+        [sys.executable, "-m", "hicache_controller.tools.cli", "replay", "--requests", "20"],
         env={"PATH": str(tmp_path), "HOME": str(tmp_path), "COLUMNS": "200"},
         capture_output=True,
         text=True,
@@ -333,7 +333,7 @@ def test_interrupted_run_leaves_a_directory_the_next_run_opens(tmp_path: Path, e
     storage = tmp_path / "l3"
     arguments = ["replay", trace, "--l3-dir", storage, "--page-size", "4", "--block-tokens", "4"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "hicache_controller.cli", *map(str, arguments)],
+        [sys.executable, "-m", "hicache_controller.tools.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tests.together.test_replay import hicache, reuse
 
-from hicache_controller.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
 from hicache_controller.storage import MemoryStorage
 from hicache_controller.storage.base import RegisteredPool
-from hicache_controller.trace import TraceRequest, make_trace, read_trace
+from hicache_controller.tools.replay import Replay, ReplayError, ReplayOptions, ReplayReport, VerificationError
+from hicache_controller.tools.trace import TraceRequest, make_trace, read_trace
 
 SEVERAL = ("swa", "mamba", "dsa", "deepseek_v4", "draft", "hybrid", "hybrid_dsa")
 
@@ -233,7 +233,7 @@ def test_flipped_byte_in_l2_is_found_in_every_pool_and_names_it(chats: list[Trac
 def test_wrong_last_byte_from_storage_is_found_in_every_pool(
     chats: list[TraceRequest], monkeypatch: pytest.MonkeyPatch, pool: str, name: str
 ) -> None:
-    load = MemoryStorage._load
+    load = MemoryStorage.load_pages
 
     def load_with_a_flipped_bit(self: MemoryStorage, into: RegisteredPool, keys: list[bytes], pages: list[int]) -> Any:
         loaded = load(self, into, keys, pages)
@@ -241,7 +241,7 @@ def test_wrong_last_byte_from_storage_is_found_in_every_pool(
             into.pool.page_memory(pages[-1])[-1][-1] ^= 1
         return loaded
 
-    monkeypatch.setattr(MemoryStorage, "_load", load_with_a_flipped_bit)
+    monkeypatch.setattr(MemoryStorage, "load_pages", load_with_a_flipped_bit)
     with pytest.raises(VerificationError, match=rf"pool {name}, key"):
         run(chats, options_for(chats, pool, storage="memory"))
 

@@ -22,7 +22,7 @@ from hicache_controller.integrations.transformers import model_layout as layout_
 from hicache_controller.integrations.transformers.identity import model_fingerprint
 from hicache_controller.integrations.transformers.model_layout import LayerLayout, model_layout
 from hicache_controller.storage import Fingerprint, HiCacheStorage, MemoryStorage
-from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.contract import FaultyStorage
 from hicache_controller.storage.file import FileStorage
 
 pytestmark = [

@@ -1,57 +1,13 @@
 """Fakes and helpers of the storage tests."""
 
 import os
-from dataclasses import dataclass
 
 import pytest
-import torch
 
 from hicache_controller.storage import Fingerprint, mooncake, page_reader
+from hicache_controller.storage.contract import BytePool
 from hicache_controller.storage.mooncake import MooncakeStorage
 from hicache_kernels.probe import load_outcome
-
-
-@dataclass(frozen=True)
-class FakeGeometry:
-    layout: str = "page_first"
-    dtypes: tuple[str, ...] = ("uint8",)
-    page_size: int = 4
-    components: tuple[tuple[str, int], ...] = (("k", 64), ("v", 64))
-    layers: int = 2
-
-
-class FakePool:
-    """A host pool of flat bytes; a page is cut into ``parts`` pieces that lie apart, as in layer_first."""
-
-    def __init__(self, pages=64, page_size=4, page_bytes=1024, parts=1, **geometry):
-        self.page_num = pages
-        self.page_size = page_size
-        self.page_bytes = page_bytes
-        self.geometry = FakeGeometry(page_size=page_size, **geometry)
-        self.parts = parts
-        self.buffer = torch.zeros(pages * page_bytes, dtype=torch.uint8)
-        self._memory = memoryview(self.buffer.numpy())
-
-    def page_memory(self, page):
-        size = self.page_bytes // self.parts
-        starts = ((part * self.page_num + page) * size for part in range(self.parts))
-        return tuple(self._memory[start : start + size] for start in starts)
-
-    def fill(self, pages):
-        """Fresh random bytes in each page; returns them."""
-        contents = []
-        for page in pages:
-            for view in self.page_memory(page):
-                view[:] = os.urandom(len(view))
-            contents.append(self.read(page))
-        return contents
-
-    def read(self, page):
-        return b"".join(self.page_memory(page))
-
-    def slots(self, pages):
-        rows = torch.as_tensor(list(pages), dtype=torch.int64)[:, None] * self.page_size
-        return (rows + torch.arange(self.page_size)).flatten()
 
 
 @pytest.fixture(params=["compiled", "python"])
@@ -67,7 +23,7 @@ def reading(request, monkeypatch):
 
 @pytest.fixture
 def fake_pool():
-    return FakePool
+    return BytePool
 
 
 @pytest.fixture

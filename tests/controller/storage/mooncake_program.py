@@ -7,11 +7,10 @@ says. Ends with stdin.
 
 import hashlib
 import os
-import runpy
 import sys
-from pathlib import Path
 
 from hicache_controller.storage import Fingerprint
+from hicache_controller.storage.contract import BytePool
 from hicache_controller.storage.mooncake import MooncakeStorage
 
 FINGERPRINT = Fingerprint("org/model", "exchange")
@@ -23,8 +22,7 @@ def content(key):
 
 
 def fake_pool():
-    helpers = runpy.run_path(str(Path(__file__).parent / "conftest.py"))
-    return helpers["FakePool"](pages=PAGES, page_size=2, page_bytes=PAGE_BYTES, parts=PARTS)
+    return BytePool(pages=PAGES, page_size=2, page_bytes=PAGE_BYTES, parts=PARTS)
 
 
 def fill(pool, page, data):

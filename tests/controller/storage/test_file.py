@@ -19,101 +19,6 @@ def storage(tmp_path, fingerprint):
     with_open.close()
 
 
-@pytest.mark.parametrize("parts", [1, 4, 1024])
-def test_pages_come_back_bit_for_bit(storage, fake_pool, new_keys, chain, parts):
-    pool = fake_pool(pages=40, page_bytes=64 * 1024, parts=parts)
-    storage.register_mem_pool_host(pool)
-    keys, source = new_keys(20), list(range(5, 25))
-    target = [*range(25, 40), *range(5)]
-    contents = pool.fill(source)
-    assert storage.batch_exists(keys) == 0
-    assert storage.batch_set(keys, pool.slots(source), parents=chain(keys)) == [True] * 20
-    assert storage.batch_exists(keys) == 20
-    assert storage.batch_get(keys, pool.slots(target)) == [True] * 20
-    assert [pool.read(p) for p in target] == contents
-    assert [pool.read(p) for p in source] == contents
-
-
-def test_a_page_of_no_bytes_is_stored_by_its_name_alone(storage, fake_pool, new_keys):
-    pool = fake_pool(page_bytes=0)
-    storage.register_mem_pool_host(pool)
-    keys = new_keys(3)
-    assert storage.batch_set(keys, pool.slots(range(3))) == [True] * 3
-    assert storage.batch_get(keys + new_keys(1), pool.slots(range(4))) == [True, True, True, False]
-
-
-def test_pages_outlive_the_storage_that_wrote_them(tmp_path, fingerprint, fake_pool, new_keys, chain):
-    pool, keys = fake_pool(), new_keys(6)
-    contents = pool.fill(range(6))
-    with_open = FileStorage(tmp_path, fingerprint=fingerprint)
-    with_open.register_mem_pool_host(pool)
-    assert all(with_open.batch_set(keys, pool.slots(range(6)), parents=chain(keys)))
-    with_open.close()
-    with_open.close()
-
-    again, target = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool()
-    assert again.stats().pages == 6
-    again.register_mem_pool_host(target)
-    assert again.batch_get(keys, target.slots(range(6, 12))) == [True] * 6
-    assert [target.read(p) for p in range(6, 12)] == contents
-    again.check_integrity()
-    again.close()
-
-
-def test_pages_of_other_storages_on_the_directory_are_found(tmp_path, fingerprint, fake_pool, new_keys):
-    one, other = (FileStorage(tmp_path, fingerprint=fingerprint) for _ in range(2))
-    pool, keys = fake_pool(), new_keys(2)
-    contents = pool.fill(range(2))
-    one.register_mem_pool_host(pool)
-    other.register_mem_pool_host(pool)
-    one.batch_set(keys, pool.slots(range(2)))
-    assert other.batch_exists(keys) == 2
-    assert other.batch_get(keys, pool.slots([8, 9])) == [True, True]
-    assert [pool.read(8), pool.read(9)] == contents
-    one.close()
-    other.close()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": "org/other"},
-        {"revision": "abd"},
-        {"weights_hash": "1"},
-        {"tp_rank": 1},
-        {"tp_size": 4},
-        {"pp_size": 2},
-        {"extra": (("rope", "2"),)},
-    ],
-)
-def test_another_model_or_rank_never_sees_a_page(tmp_path, fake_pool, new_keys, change):
-    base = {"model": "org/model", "revision": "abc", "tp_size": 2}
-    pool, keys = fake_pool(), new_keys(1)
-    for fields, expected in ((base, 0), (base | change, 0), (base, 1)):
-        with_open = FileStorage(tmp_path, fingerprint=Fingerprint(**fields))
-        with_open.register_mem_pool_host(pool)
-        assert with_open.batch_exists(keys) == expected
-        assert with_open.batch_get(keys, pool.slots([0])) == [bool(expected)]
-        if not expected and fields == base:
-            with_open.batch_set(keys, pool.slots([0]))
-        with_open.close()
-
-
-@pytest.mark.parametrize(
-    "change", [{"layout": "page_first_direct"}, {"dtypes": ("int8",)}, {"layers": 4}, {"components": (("kv", 128),)}]
-)
-def test_another_format_of_the_same_size_never_loads(tmp_path, fingerprint, fake_pool, new_keys, change):
-    keys = new_keys(1)
-    for pool, expected in ((fake_pool(), 0), (fake_pool(**change), 0), (fake_pool(), 1)):
-        with_open = FileStorage(tmp_path, fingerprint=fingerprint)
-        with_open.register_mem_pool_host(pool)
-        assert with_open.batch_exists(keys) == expected
-        assert with_open.batch_get(keys, pool.slots([0])) == [bool(expected)]
-        if not change.keys() & vars(pool.geometry).keys() or not expected:
-            with_open.batch_set(keys, pool.slots([0]))
-        with_open.close()
-
-
 def test_files_are_0600_and_directories_0700(tmp_path, fingerprint, fake_pool, new_keys):
     before = os.umask(0)
     try:
@@ -162,20 +67,6 @@ def test_nothing_but_pages_and_the_leftovers_of_dead_writers_is_removed(tmp_path
     with_open.close()
     FileStorage(tmp_path, fingerprint=fingerprint).close()
     assert all(path.read_text() == "mine" for path in mine)
-
-
-def test_clear_removes_this_fingerprints_pages_only(tmp_path, fingerprint, fake_pool, new_keys):
-    pool, keys = fake_pool(), new_keys(4)
-    one = FileStorage(tmp_path, fingerprint=fingerprint)
-    other = FileStorage(tmp_path, fingerprint=Fingerprint(model="other", revision="1"))
-    for with_open in (one, other):
-        with_open.register_mem_pool_host(pool)
-        assert all(with_open.batch_set(keys, pool.slots(range(4))))
-    one.clear()
-    assert (one.batch_exists(keys), other.batch_exists(keys)) == (0, 4)
-    one.check_integrity()
-    one.close()
-    other.close()
 
 
 def test_capacity_is_that_of_the_whole_directory(tmp_path, fake_pool, new_keys, chain):
@@ -232,16 +123,6 @@ def test_a_chain_longer_than_the_capacity_keeps_its_head(tmp_path, fingerprint, 
     assert with_open.batch_exists(keys) == 10
     assert (with_open.stats().no_room, with_open.stats().orphans) == (1, 19)
     with_open.close()
-
-
-def test_a_page_whose_parent_is_not_stored_is_refused(storage, fake_pool, new_keys):
-    pool, keys = fake_pool(), new_keys(3)
-    storage.register_mem_pool_host(pool)
-    assert storage.batch_set(keys[1:], pool.slots([1, 2]), parents=keys[:2]) == [False, False]
-    assert storage.batch_exists([keys[1]]) == storage.batch_exists([keys[2]]) == 0
-    assert storage.batch_set(keys[:1], pool.slots([0]), parents=[None]) == [True]
-    assert storage.batch_set(keys[1:], pool.slots([1, 2]), parents=keys[:2]) == [True, True]
-    assert storage.stats().orphans == 2
 
 
 def test_a_page_that_is_there_is_not_written_again(storage, fake_pool, new_keys):

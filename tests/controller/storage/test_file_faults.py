@@ -374,20 +374,6 @@ def test_an_error_that_is_not_of_the_file_removes_no_page(stored, clock, monkeyp
     assert removed == []
 
 
-def test_a_closed_storage_says_so(stored):
-    storage, pool, keys, _ = stored
-    storage.close()
-    for call in (
-        lambda: storage.batch_get(keys, pool.slots(range(KEYS))),
-        lambda: storage.batch_set(keys, pool.slots(range(KEYS))),
-        lambda: storage.batch_exists(keys),
-        storage.clear,
-        lambda: storage.register_mem_pool_host(pool),
-    ):
-        with pytest.raises(RuntimeError, match="closed"):
-            call()
-
-
 @pytest.mark.parametrize(
     ("indices", "words"),
     [

@@ -10,11 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from hicache_controller.storage import StorageBackendFactory, mooncake
 from hicache_controller.storage.mooncake import MooncakeStorage
-from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, NullPoolHost, PoolHitPolicy, PoolTransfer
+from hicache_pools import NullPoolHost
 
 PROGRAM = Path(__file__).parent / "mooncake_program.py"
 
@@ -165,60 +164,6 @@ def test_pages_that_are_asked_for_and_gone_are_told(storage, fake_pool, new_keys
     assert told == []
     assert storage.batch_get(keys, pool.slots(range(4))) == [True, False, False, True]
     assert told == [("kv", key) for key in keys[1:3]]
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_pages_of_a_real_pool_come_back_in_every_layout(storage, new_keys, layout):
-    layers = [torch.randint(0, 255, (64, 2, 8), dtype=torch.uint8) for _ in range(6)]
-    device = MHATokenToKVPool.from_buffers(k=layers[:3], v=layers[3:], page_size=4)
-    pool = MHATokenToKVPoolHost(device, 2.0, 0, 4, layout=layout, pin_memory=False)
-    storage.register_mem_pool_host(pool)
-    pool.buffer.random_(0, 255)
-    before = [pool.read_page(page) for page in range(5)]
-    keys, slots = new_keys(5), torch.arange(20)
-    assert storage.batch_set(keys, slots) == [True] * 5
-    assert storage.batch_get(keys, slots + 40) == [True] * 5
-    assert all(torch.equal(pool.read_page(10 + i), page) for i, page in enumerate(before))
-    storage.close()
-    pool.destroy()
-
-
-def test_several_pools_and_one_that_keeps_books(storage, fake_pool, new_keys):
-    anchor, state = NullPoolHost(8, 2), fake_pool(page_size=1, page_bytes=300)
-    storage.register_mem_pool_host(anchor)
-    storage.register_mem_pool_host(state, "mamba")
-    keys = new_keys(4)
-    (content,) = state.fill([7])
-    transfers = [
-        PoolTransfer("kv", host_indices=torch.arange(8), keys=keys),
-        PoolTransfer("mamba", host_indices=state.slots([7]), keys=keys[3:]),
-    ]
-    parents = dict(zip(keys, [None, *keys[:-1]], strict=True))
-    assert storage.batch_set_pools(transfers, parents=parents) == {"kv": [True] * 4, "mamba": [True]}
-    trailing = PoolTransfer("mamba", hit_policy=PoolHitPolicy.TRAILING_PAGES)
-    assert storage.batch_exists_pools(keys, [trailing]) == 4
-    assert storage.batch_exists_pools(keys[:3], [trailing]) == 0
-    assert storage.batch_get(keys[3:], state.slots([0]), name="mamba") == [True]
-    assert state.read(0) == content
-
-
-def test_bytes_of_another_model_or_format_are_a_miss(shared, fake_pool, new_keys, fresh, fingerprint):
-    keys = new_keys(3)
-    mine = shared(fresh)
-    pool = fake_pool()
-    mine.register_mem_pool_host(pool)
-    assert all(mine.batch_set(keys, pool.slots(range(3))))
-    other_model, other_format = shared(fingerprint), shared(fresh)
-    other_model.register_mem_pool_host(pool)
-    other_pool = fake_pool(layout="layer_first")
-    other_format.register_mem_pool_host(other_pool)
-    for storage, target in ((other_model, pool), (other_format, other_pool)):
-        assert storage.batch_exists(keys) == 0
-        assert storage.batch_get(keys, target.slots(range(10, 13))) == [False] * 3
-    other_model.clear()
-    assert mine.batch_exists(keys) == 3
-    mine.clear()
-    assert mine.batch_exists(keys) == 0
 
 
 def flipped(data):
@@ -493,29 +438,6 @@ def test_a_master_that_is_lost_during_a_call_has_stored_nothing(storage, fake_po
     monkeypatch.setattr(storage._client, "lost", losses.append)  # the connection is that of other tests
     assert storage.batch_set(keys, pool.slots(range(300))) == [False] * 300
     assert len(losses) == 1
-
-
-def test_threads_store_and_load_at_once(storage, fake_pool, new_keys):
-    pool = fake_pool(pages=96, page_bytes=4096)
-    storage.register_mem_pool_host(pool)
-    contents, wrong = pool.fill(range(48)), []
-
-    def work(lane):
-        own = range(lane * 4, lane * 4 + 4)
-        for _ in range(10):
-            keys = new_keys(4)
-            stored = storage.batch_set(keys, pool.slots(own), parents=[None, *keys[:-1]])
-            loaded = storage.batch_get(keys, pool.slots(page + 48 for page in own))
-            same = [pool.read(page + 48) for page in own] == contents[own.start : own.stop]
-            if not (all(stored) and all(loaded) and same):
-                wrong.append((stored, loaded, same))
-
-    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_wrong_arguments_say_so(storage, fake_pool, fresh):

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hicache_controller.storage import FileStorage, MemoryStorage
-from hicache_controller.storage.faults import FaultyStorage
+from hicache_controller.storage.contract import FaultyStorage
 from hicache_pools import PoolHitPolicy, PoolTransfer
 
 PAGE = 1024
@@ -129,21 +129,6 @@ def test_a_second_listener_is_refused_until_the_first_is_let_go(open_storage, fa
     storage.batch_set(keys, pool.slots(range(2)))
     storage.clear()
     assert (len(first), sorted(second)) == (2, sorted(keys))
-
-
-def test_a_damaged_page_is_told_once(tmp_path, fingerprint, fake_pool, new_keys):
-    with_files = FileStorage(tmp_path, fingerprint=fingerprint)
-    pool, keys = fake_pool(), new_keys(4)
-    storage = FaultyStorage(with_files)
-    told = listening(storage, pool)
-    storage.batch_set(keys, pool.slots(range(4)))
-    with open(with_files.page_path(keys[2]), "r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 1]))
-    assert storage.batch_get(keys, pool.slots(range(4))) == [True, True, False, True]
-    assert told == [keys[2]]
-    storage.close()
 
 
 def test_parts_that_leave_are_told_by_pool(open_storage, fake_pool, new_keys):

@@ -8,11 +8,10 @@ bytes of their pages are.
 import hashlib
 import os
 import random
-import runpy
 import sys
-from pathlib import Path
 
 from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_controller.storage.contract import BytePool
 
 FINGERPRINT = Fingerprint("org/model", "crash")
 PAGE_BYTES = 256 * 1024
@@ -23,8 +22,7 @@ def content(key):
 
 
 def fake_pool():
-    helpers = runpy.run_path(str(Path(__file__).parent / "conftest.py"))
-    return helpers["FakePool"](pages=16, page_size=1, page_bytes=PAGE_BYTES)
+    return BytePool(pages=16, page_size=1, page_bytes=PAGE_BYTES)
 
 
 def write(directory, pool, seed, chains, length, capacity):

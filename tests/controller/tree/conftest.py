@@ -299,7 +299,7 @@ class Model:
 
     def in_storage(self, keys: Sequence[bytes], *pools: str) -> list[int]:
         """How many of some pages storage has, by pool."""
-        return [sum(self.storage._present(self.storage._pools[pool], keys, leading=False)) for pool in pools]
+        return [sum(self.storage.find_pages(self.storage._pools[pool], keys, leading=False)) for pool in pools]
 
     def lose(self, lost: bytes, *pools: str) -> None:
         """Take a page, or its parts of some pools, out of a memory storage, as if found damaged."""
@@ -308,12 +308,12 @@ class Model:
             for pool in pools or tuple(storage._bytes):
                 if storage._bytes[pool].pop(lost, None) is not None:
                     storage._index.remove_part(lost, pool)
-                    storage._note_removed((lost,), pool)
-        storage._tell_removed()
+                    storage.note_removed((lost,), pool)
+        storage.report_removed()
 
     def refuse(self, name: str, refused: bytes) -> Callable[[], None]:
         """Let storage not take one part of a page; returns how to let it again."""
-        store = self.storage._store
+        store = self.storage.store_pages
 
         def store_but(pool: Any, *jobs: Any) -> list[bool]:
             return [
@@ -321,8 +321,8 @@ class Model:
                 for key, *job in zip(*jobs, strict=True)
             ]
 
-        self.storage._store = store_but
-        return lambda: setattr(self.storage, "_store", store)
+        self.storage.store_pages = store_but
+        return lambda: setattr(self.storage, "store_pages", store)
 
     def close(self) -> None:
         for gate in self.gates:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hicache_controller.radix import Match, WritePolicy
-from hicache_controller.replay import Replay, ReplayOptions
-from hicache_controller.trace import TraceRequest
+from hicache_controller.tools.replay import Replay, ReplayOptions
+from hicache_controller.tools.trace import TraceRequest
 
 L1_PAGES, L2_PAGES = 12, 16
 

@@ -75,8 +75,8 @@ def test_page_removed_while_it_was_being_stored_is_not_taken_for_stored(make_mod
     while not model.cache._backups:
         model.cache.poll(wait=True)
     gate.wait_entered()
-    model.storage._note_removed(keys[2:], "kv")
-    model.storage._tell_removed()
+    model.storage.note_removed(keys[2:], "kv")
+    model.storage.report_removed()
     model.cache.poll()
     gate.open()
     model.cache.drain()
@@ -137,13 +137,13 @@ def test_window_above_what_was_prefetched_counts_as_stored_only_where_it_is(
     model.cache.drain()
     model.cache.evict_device(1)
     model.cache.evict_host(1)
-    store = model.storage._store
-    model.storage._store = lambda pool, *rest: [False] * len(rest[0]) if pool.name == "swa" else store(pool, *rest)
+    store = model.storage.store_pages
+    model.storage.store_pages = lambda pool, *rest: [False] * len(rest[0]) if pool.name == "swa" else store(pool, *rest)
     model.lose(head)
     model.cache.poll()
     model.lookup((1,))  # its page is stored again, its window is not
     model.cache.drain()
-    model.storage._store = store
+    model.storage.store_pages = store
     assert model.in_storage([head, tail], "kv", "swa") == [2, 1]
     events.clear()
     assert model.serve((1, 2)) == 2, "the tail comes from storage"
@@ -243,10 +243,10 @@ def test_part_dropped_between_its_backup_and_the_acknowledgement_is_told_of_its_
     class Drops(MemoryStorage):
         """Loses a part as soon as it has it, and stores no other pool's until that was seen."""
 
-        def _store(self, pool: Any, *rest: Any) -> list[bool]:
+        def store_pages(self, pool: Any, *rest: Any) -> list[bool]:
             if dropped.is_set():
                 assert seen.wait(30)
-            stored = super()._store(pool, *rest)
+            stored = super().store_pages(pool, *rest)
             if pool.name == lost and not dropped.is_set():
                 model.lose(keys[-1], lost)
                 dropped.set()

@@ -41,18 +41,18 @@ class SlowStorage(MemoryStorage):
         with self._lock:
             assert self.opened.wait(60), "the storage was never opened"
 
-    def _present(self, *arguments: Any, **options: Any) -> list[bool]:
+    def find_pages(self, *arguments: Any, **options: Any) -> list[bool]:
         self._hang()
-        return super()._present(*arguments, **options)
+        return super().find_pages(*arguments, **options)
 
-    def _load(self, *arguments: Any) -> list[bool]:
+    def load_pages(self, *arguments: Any) -> list[bool]:
         self._hang()
-        return super()._load(*arguments)
+        return super().load_pages(*arguments)
 
-    def _store(self, pool: Any, keys: list[bytes], *rest: Any) -> list[bool]:
+    def store_pages(self, pool: Any, keys: list[bytes], *rest: Any) -> list[bool]:
         self.storing.set()
         self._hang()
-        return super()._store(pool, keys, *rest)
+        return super().store_pages(pool, keys, *rest)
 
 
 class Waits:
@@ -271,14 +271,14 @@ def test_first_seen_prefixes_are_all_stored_where_storage_keeps_pace(
     # 5 x 16,011 tokens in pages of 320; a page takes as many polls to store as ``ticks``.
     model = make_slow(make_model, device_pages=42_763 // 320, host_pages=27_127 // 320)
     polls = threading.Semaphore(0)
-    store = model.storage._store
+    store = model.storage.store_pages
 
     def slow_store(pool: Any, keys: list[bytes], *rest: Any) -> list[bool]:
         for _ in range(ticks * len(keys)):
             assert polls.acquire(timeout=60)
         return store(pool, keys, *rest)
 
-    model.storage._store = slow_store
+    model.storage.store_pages = slow_store
     for number in range(5):
         serve(model, keys_of([1000 * number + page for page in range(16_011 // 320)]))
         while not model.cache.drain(timeout=0):

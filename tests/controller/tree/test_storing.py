@@ -67,11 +67,13 @@ def test_window_that_storage_did_not_take_is_stored_when_it_is_used_again(
     make_model: MakeModel, keys_of: KeysOf, clock: Any
 ) -> None:
     model = make_model(storage=MemoryStorage(), states=(8, 8), clock=clock)
-    store = model.storage._store
-    model.storage._store = lambda pool, *rest: [False] * len(rest[0]) if pool.name == "mamba" else store(pool, *rest)
+    store = model.storage.store_pages
+    model.storage.store_pages = lambda pool, *rest: (
+        [False] * len(rest[0]) if pool.name == "mamba" else store(pool, *rest)
+    )
     model.serve((1, 2, 3))
     model.cache.drain()
-    model.storage._store = store
+    model.storage.store_pages = store
     assert model.in_storage(keys_of((1, 2, 3)), "kv", "mamba") == [3, 0]
     clock.now += 1
     model.serve((1, 2, 3))
@@ -237,8 +239,8 @@ def test_storage_that_tells_somebody_else_is_not_attached_under_a_tree(make_mode
         model.controller.attach_storage_backend(storage)
     assert not model.controller.has_storage
     assert not storage._pools
-    storage._note_removed(keys_of((1,)), "kv")
-    storage._tell_removed()
+    storage.note_removed(keys_of((1,)), "kv")
+    storage.report_removed()
     assert told == [("kv", *keys_of((1,)))], "its listener stays"
     storage.set_removal_listener(None)
     model.storage = storage
@@ -257,8 +259,8 @@ def test_storage_that_refuses_a_pool_is_not_listened_to(make_model: MakeModel, k
     storage = Refuses()
     with pytest.raises(OSError, match="cannot register"):
         model.controller.attach_storage_backend(storage)
-    storage._note_removed(keys_of((1,)), "kv")
-    storage._tell_removed()
+    storage.note_removed(keys_of((1,)), "kv")
+    storage.report_removed()
     assert not model.cache._presence.take_noted()
     storage.close()
 
@@ -296,8 +298,8 @@ def test_marks_follow_what_storage_removed_though_nobody_uses_the_pages(
     assert lost.stored
     assert lost.window("mamba").stored
     for pool, marks in (("kv", (False, True)), ("mamba", (False, False))):
-        model.storage._note_removed(keys_of((1, 2, 3))[1:], pool)
-        model.storage._tell_removed()
+        model.storage.note_removed(keys_of((1, 2, 3))[1:], pool)
+        model.storage.report_removed()
         model.cache.poll()
         assert (lost.stored, lost.window("mamba").stored) == marks
     assert (kept.stored, kept.window("mamba").stored) == (True, True)

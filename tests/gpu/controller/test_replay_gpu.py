@@ -14,8 +14,8 @@ from tests.together.test_replay_pools import (
     short_chats,
 )
 
-from hicache_controller.replay import POOLS, Replay, ReplayOptions, VerificationError
-from hicache_controller.trace import TraceRequest
+from hicache_controller.tools.replay import POOLS, Replay, ReplayOptions, VerificationError
+from hicache_controller.tools.trace import TraceRequest
 
 pytestmark = pytest.mark.gpu
 

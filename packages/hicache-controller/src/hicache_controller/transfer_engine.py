@@ -10,14 +10,15 @@ import torch
 
 from hicache_kernels.validation import seconds
 
+from .devices import Device, make_devices
 from .events import Event, wait_until_done
 from .failure_log import FailureLog
 from .forks import refuse_in_forks
 from .in_flight import Access, Granules, InFlight, Place, Side, Use
 from .interrupts import interrupts_held_back
-from .lanes import LanePair
 from .metrics import Metrics
 from .transfer_handle import Direction, Guards, L2Transfer, Source, TransferHandle
+from .worker import Worker
 
 
 class Predecessors(NamedTuple):
@@ -25,6 +26,16 @@ class Predecessors(NamedTuple):
 
     events: list[Event]
     sources: list[Source]
+
+
+class Lane(NamedTuple):
+    """One direction of a device: what its transfers run on, and the worker that runs them one after the other.
+
+    Also on CUDA, where queueing is all there is to do: it takes longer than a scheduler should be held up.
+    """
+
+    device: Device
+    worker: Worker
 
 
 class PendingPages(NamedTuple):
@@ -83,11 +94,15 @@ class L2TransferEngine:
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
         self.failures = FailureLog()
-        self._lanes = LanePair(self.device, synchronous=synchronous)
+        devices = dict(zip(Direction, make_devices(self.device, synchronous=synchronous), strict=True))
+        self._lanes = {
+            direction: Lane(device, Worker(_thread_name(direction), device, synchronous=synchronous))
+            for direction, device in devices.items()
+        }
 
     def submission_event(self) -> Event | None:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
-        return self._lanes.submission_event()
+        return self._lanes[Direction.DEVICE_TO_HOST].device.submission_event()
 
     @interrupts_held_back()  # what is on its way stays in the books
     def submit_device_to_host(
@@ -219,7 +234,9 @@ class L2TransferEngine:
 
     def close(self, timeout: float) -> bool:
         """Stop both lanes; what has not started ends with an error. Tell whether they stopped in time."""
-        return self._lanes.close(seconds("timeout", timeout))
+        timeout = seconds("timeout", timeout)
+        stopped = [lane.worker.close(timeout) for lane in self._lanes.values()]
+        return all(stopped)
 
     def _ready(self, ready_events: Sequence[Event]) -> list[Event]:
         if ready_events:
@@ -235,23 +252,25 @@ class L2TransferEngine:
         parts: Sequence[Sequence[L2Transfer]],
         sources: Sequence[Source] = (),
     ) -> TransferHandle:
-        lanes = self._lanes
-        device = lanes.device_to_host_device if direction is Direction.DEVICE_TO_HOST else lanes.host_to_device_device
+        device = self._lanes[direction].device
         return TransferHandle(
             direction, transfers, layers, device, self.metrics, self.guards, self.failures, sources, parts
         )
 
     def _submit(self, handle: TransferHandle, uses: Sequence[Use], after: Sequence[Event]) -> TransferHandle:
-        lanes = self._lanes
-        lane = lanes.device_to_host if handle.direction is Direction.DEVICE_TO_HOST else lanes.host_to_device
+        worker = self._lanes[handle.direction].worker
         if not uses:
-            lane.submit(handle, after)
+            worker.submit(handle, after)
             return handle
         inline = self._queue_inline and not handle.moves_on_cpu
         self.in_flight.add(handle, uses)
         try:
-            lane.submit(handle, after, inline=inline)
+            worker.submit(handle, after, inline=inline)
         except BaseException:
             self.in_flight.remove(handle)
             raise
         return handle
+
+
+def _thread_name(direction: Direction) -> str:
+    return f"hicache-{direction.name.lower().replace('_', '-')}"

@@ -17,10 +17,10 @@ from hicache_kernels import TransferResult
 from hicache_kernels.validation import MAX_BLOCKS, whole
 from hicache_pools.device_pools.base import DevicePool
 
+from .devices import Clock, Device
 from .events import COMPLETED, Event, Signal
 from .failure_log import FailureLog
 from .in_flight import Access, Granules, InFlight, Place, Side, Use, page_granules
-from .lanes import Clock, Device
 from .metrics import Metrics
 from .operations import OperationCancelledError, SourceFailedError
 
@@ -180,6 +180,19 @@ class InFlightOperation:
 
     def __init__(self, sources: Sequence[Source] = ()) -> None:
         self._sources = tuple(sources)
+
+    @property
+    def pages(self) -> int:
+        """Pages that count for a queue that is bounded in pages."""
+        return 0
+
+    def run(self) -> None:
+        """Do the work, or queue it on the current stream; errors are kept, not raised."""
+        raise NotImplementedError
+
+    def abandon(self, error: Exception) -> None:
+        """End with an error without having started."""
+        raise NotImplementedError
 
     def check_sources(self) -> None:
         """Raise SourceFailedError if a transfer failed whose bytes this one moves, once they are waited for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from abc import ABC, abstractmethod
@@ -41,7 +42,7 @@ class StoragePool(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes a page, over all its parts; 0 for a pool that keeps books only."""
+        """Bytes a page, over all its parts; 0 for a pool without memory, of a simulation."""
 
     @property
     def geometry(self) -> Any:
@@ -68,7 +69,7 @@ class StorageStats(NamedTuple):
     ``stored`` pages were written, ``present`` ones were there already. ``orphans`` were refused because the page before
     them is not stored, ``no_room`` because capacity did not suffice, ``skipped`` because the storage was backing off.
     ``damaged``, ``foreign``, ``old_format`` and ``wrong_owner`` pages were found, counted as misses and removed.
-    ``compiled_reads`` tells whether a file storage reads in compiled calls by now, not page by page in Python.
+    ``compiled_reads`` is whether a file storage reads in compiled calls by now, not page by page in Python.
     """
 
     pages: int = 0
@@ -97,9 +98,10 @@ class StorageStats(NamedTuple):
 class HiCacheStorage(ABC):
     """Pages that outlive the process or the machine.
 
-    A backend implements ``_present``, ``_load`` and ``_store``; arguments are checked here. Faults of the medium are
-    never raised by ``batch_exists``, ``batch_get`` and ``batch_set``: what cannot be read is not there, what cannot be
-    written is reported as not stored. Methods may be called from several threads.
+    Callers use the ``batch_`` methods, which check their arguments. A backend implements :meth:`find_pages`,
+    :meth:`load_pages`, :meth:`store_pages`, :meth:`format_digest`, :meth:`clear` and :meth:`stats`; it calls
+    :meth:`note_removed` for what it removes. Faults of the medium are never raised: what cannot be read is not there,
+    what cannot be written is reported as not stored. Methods may be called from several threads.
     """
 
     def __init__(self) -> None:
@@ -124,7 +126,7 @@ class HiCacheStorage(ABC):
         ValueError
             Where the name is not 1 to 64 of letters, digits and underscores, or another pool has it.
         TypeError
-            Where the pool lacks an attribute.
+            Where the pool lacks an attribute, or :meth:`format_digest` does not return bytes.
         """
         self._check_open()
         if not _POOL_NAME.fullmatch(name):
@@ -135,33 +137,37 @@ class HiCacheStorage(ABC):
         for attribute in ("page_size", "page_num", "page_bytes", "geometry", "page_memory"):
             if not hasattr(pool, attribute):
                 raise TypeError(f"pool is {type(pool).__name__}; it lacks {attribute}, which a storage needs")
-        self._pools[name] = RegisteredPool(
-            str(name), pool, pool.page_size, pool.page_num, pool.page_bytes, self._pool_digest(pool)
-        )
+        digest = self.format_digest(pool)
+        if not isinstance(digest, bytes):
+            raise TypeError(
+                f"{type(self).__name__}.format_digest returned {digest!r}; it must return bytes that change with the "
+                "format of the pool's pages, such as Fingerprint.pool_digest(pool.geometry)"
+            )
+        self._pools[name] = RegisteredPool(str(name), pool, pool.page_size, pool.page_num, pool.page_bytes, digest)
 
     def set_removal_listener(self, callback: RemovalListener | None) -> None:
-        """Have the parts of pages told that the storage removes on its own, or finds removed by others.
+        """Have the parts of pages reported that the storage removes on its own, or finds removed by others.
 
         That is eviction, a page found damaged, :meth:`clear`, and what another process removed, once a call here
-        notices it; ``batch_get`` of a page that is not there tells it even where it never was. A part is told under its
-        page's key and its pool's name, if that pool is registered, by the thread whose call notices it, before that
-        call returns and with no lock held. Where another thread stores the same part meanwhile, it may be told after
-        that.
+        notices it; ``batch_get`` of a page that is not there reports it even where it never was. A part is reported
+        under its page's key and its pool's name, if that pool is registered, by the thread whose call notices it,
+        before that call returns and with no lock held. Where another thread stores the same part meanwhile, the report
+        may come after that.
 
         Parameters
         ----------
         callback
-            Called with the keys and the pool's name, once for each pool; None for nobody. What it raises is logged and
-            goes no further.
+            Called with the keys and the pool's name, once for each pool; None for no reports. What it raises is logged
+            and not raised again.
 
         Raises
         ------
         RuntimeError
-            Where another one is told already; None must come before a second.
+            Where another one is set; None must come before a second.
         """
         if callback is not None and self._removal_listener not in (None, callback):
             raise RuntimeError(
-                f"callback is {callback!r}, but removals are told to {self._removal_listener!r}; "
+                f"callback is {callback!r}, but removals are reported to {self._removal_listener!r}; "
                 "set_removal_listener(None) must come first"
             )
         self._removal_listener = callback
@@ -205,9 +211,9 @@ class HiCacheStorage(ABC):
         pool, names = self._pool(name), self._keys(keys)
         pages = _pages_of(host_indices, pool, len(names))
         try:
-            return self._load(pool, names, pages) if names else []
+            return self.load_pages(pool, names, pages) if names else []
         finally:
-            self._tell_removed()
+            self.report_removed()
 
     def batch_set(
         self,
@@ -248,9 +254,9 @@ class HiCacheStorage(ABC):
             raise ValueError(f"parents has {len(before)} entries for {len(names)} keys")
         self._keys([p for p in before if p is not None])
         try:
-            return self._store(pool, names, pages, before) if names else []
+            return self.store_pages(pool, names, pages, before) if names else []
         finally:
-            self._tell_removed()
+            self.report_removed()
 
     def batch_exists_pools(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], *, name: str = "kv") -> int:
         """Return the longest of :meth:`restorable_lengths`; 0 where there is none."""
@@ -266,9 +272,9 @@ class HiCacheStorage(ABC):
         keys
             One a page of the anchor, heads first.
         transfers
-            What is needed besides the anchor's pages. ``ALL_PAGES``: the pool's part of each page. ``TRAILING_PAGES``:
-            the pool's parts of the prefix's last pages, as many as the transfer has keys, one where it has none; a
-            prefix shorter than that needs all of its pages.
+            What is needed in addition to the anchor's pages. ``ALL_PAGES``: the pool's part of each page.
+            ``TRAILING_PAGES``: the pool's parts of the prefix's last pages, as many as the transfer has keys, one where
+            it has none; a prefix shorter than that needs all of its pages.
         name
             The anchor.
 
@@ -307,7 +313,7 @@ class HiCacheStorage(ABC):
         Parameters
         ----------
         transfers
-            With ``keys`` and ``host_indices``, the anchor before the pools that lean on it.
+            With ``keys`` and ``host_indices``, the anchor before the pools that depend on it.
         parents
             The key of the page before each key, as ``batch_set`` takes it.
         """
@@ -336,42 +342,65 @@ class HiCacheStorage(ABC):
         self._closed = True
 
     @abstractmethod
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
-        """For each key whether its page is there; with ``leading`` what comes after the first absence may be cut."""
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Return for each key whether its page of ``pool`` is there, going by names and sizes.
+
+        Parameters
+        ----------
+        pool, keys
+            A registered pool, and checked keys.
+        leading
+            Only the keys before the first that is missing matter: the list may end with that one.
+        """
 
     @abstractmethod
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
-        """Fill pages."""
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Fill pages of ``pool`` and check them; return for each key whether its page is loaded.
+
+        Parameters
+        ----------
+        pool, keys
+            A registered pool, and checked keys.
+        pages
+            Page numbers in the pool, one a key; ``pool.pool.page_memory(number)`` is where the bytes go.
+        """
 
     @abstractmethod
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
-        """Store pages."""
+        """Store pages of ``pool``; return for each key whether its page is in storage, as :meth:`batch_set` says.
 
-    def _which_exist(self, keys: Sequence[bytes], name: str, *, leading: bool) -> list[bool]:
-        pool, names = self._pool(name), self._keys(keys)
-        try:
-            return self._present(pool, names, leading=leading)
-        finally:
-            self._tell_removed()
+        Parameters
+        ----------
+        pool, keys, pages
+            As in :meth:`load_pages`.
+        parents
+            For each key the key of the page before it, or None.
+        """
 
-    def _note_removed(self, keys: Iterable[bytes], name: str) -> None:
-        """Note keys of pages whose part of pool ``name`` is gone, for the listener; any lock may be held."""
+    @abstractmethod
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return what has to be equal for stored bytes to be this pool's: model, rank and the format of its pages.
+
+        That is ``fingerprint.pool_digest(pool.geometry)`` of a :class:`Fingerprint`. Empty bytes are for storages whose
+        pages live no longer than the pool, so that no other pool can ask for them.
+        """
+
+    def note_removed(self, keys: Iterable[bytes], name: str) -> None:
+        """Note keys of pages whose part of pool ``name`` is gone, for the listener; locks may be held."""
         if self._removal_listener is not None:
             self._removed_parts.extend((name, key) for key in keys)
 
-    def _tell_removed(self) -> None:
-        """Tell the listener what was noted; no lock may be held."""
+    def report_removed(self) -> None:
+        """Report to the listener what was noted; no lock may be held. Every ``batch_`` method ends with this."""
         if not self._removed_parts:
             return
         removed: dict[str, dict[bytes, None]] = {}
-        while True:
-            try:
+        with contextlib.suppress(IndexError):  # another thread reports the rest
+            while True:
                 name, key = self._removed_parts.popleft()
-            except IndexError:  # another thread tells the rest
-                break
-            removed.setdefault(name, {})[key] = None
+                removed.setdefault(name, {})[key] = None
         listener = self._removal_listener
         if listener is None:
             return
@@ -381,9 +410,12 @@ class HiCacheStorage(ABC):
             except Exception:
                 logger.exception("the removal listener failed on %d keys of pool %s", len(keys), name)
 
-    def _pool_digest(self, pool: StoragePool) -> bytes:
-        """Digest of what a pool's bytes mean; a backend without a fingerprint lives as long as its pools."""
-        return b""
+    def _which_exist(self, keys: Sequence[bytes], name: str, *, leading: bool) -> list[bool]:
+        pool, names = self._pool(name), self._keys(keys)
+        try:
+            return self.find_pages(pool, names, leading=leading)
+        finally:
+            self.report_removed()
 
     def _check_open(self) -> None:
         if self._closed:

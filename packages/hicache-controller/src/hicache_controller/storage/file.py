@@ -149,7 +149,7 @@ class FileStorage(HiCacheStorage):
         except OSError as error:
             self._failed(self._writes, "write_errors", "clear", error)
         finally:
-            self._tell_removed()
+            self.report_removed()
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was opened; ``pages`` and ``bytes`` are what it knows of the directory."""
@@ -178,7 +178,8 @@ class FileStorage(HiCacheStorage):
             self._threads.shutdown()
             self._directory.close()
 
-    def _pool_digest(self, pool: StoragePool) -> bytes:
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return the fingerprint's digest of the pool's format."""
         return self._fingerprint.pool_digest(pool.geometry)
 
     @staticmethod
@@ -193,7 +194,8 @@ class FileStorage(HiCacheStorage):
 
     # Reading
 
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Return for each key whether its page is there."""
         if self._reads.active:
             self._count("skipped", len(keys))
             return [False] * len(keys)
@@ -210,11 +212,12 @@ class FileStorage(HiCacheStorage):
                     self._forget_if_gone(key + self._model, self._part(pool))
         return present
 
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Fill pages from files; remove files that are not the pages they should be."""
         with self._calls.one():
-            return self._load_pages(pool, keys, pages)
+            return self._load_from_files(pool, keys, pages)
 
-    def _load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def _load_from_files(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
         if self._reads.active:
             self._count("skipped", len(keys))
             return [False] * len(keys)
@@ -233,7 +236,7 @@ class FileStorage(HiCacheStorage):
                     self._index.touch(key + self._model, tick)
                 elif file_size(self._directory.page_path(key + self._model, part)) is None:
                     self._index.remove_part(key + self._model, part)
-                    self._note_removed((key,), pool.name)
+                    self.note_removed((key,), pool.name)
             self._counts.update({outcome.value: count for outcome, count in Counter(outcomes).items()})
             hits = outcomes.count(Outcome.HIT)
             self._counts["misses"] += len(keys) - hits - outcomes.count(Outcome.MISSING)
@@ -271,13 +274,14 @@ class FileStorage(HiCacheStorage):
 
     # Writing
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        """Store pages; return for each key whether its page is stored."""
         with self._calls.one():
-            return self._store_pages(pool, keys, pages, parents)
+            return self._store_to_files(pool, keys, pages, parents)
 
-    def _store_pages(
+    def _store_to_files(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         stored = [False] * len(keys)
@@ -573,7 +577,7 @@ class FileStorage(HiCacheStorage):
         """Note a part that is gone, if it is one of this model and of a pool as it is registered here."""
         pool = self._pools.get(part.rpartition("-")[0])
         if pool is not None and self._part(pool) == part and page.endswith(self._model):
-            self._note_removed((page[: -len(self._model)],), pool.name)
+            self.note_removed((page[: -len(self._model)],), pool.name)
 
     def _scan(self) -> None:
         """Make the index agree with the directory: read what is new, drop what is gone."""

@@ -7,7 +7,7 @@ from collections import Counter
 
 from hicache_kernels.validation import whole
 
-from .base import HiCacheStorage, RegisteredPool, StorageStats
+from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .page_index import PageIndex
 
 
@@ -41,10 +41,10 @@ class MemoryStorage(HiCacheStorage):
         self._check_open()
         with self._lock:
             for part, pages in self._bytes.items():
-                self._note_removed(pages, part)
+                self.note_removed(pages, part)
             self._index.clear()
             self._bytes.clear()
-        self._tell_removed()
+        self.report_removed()
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was made, and what it holds."""
@@ -67,7 +67,12 @@ class MemoryStorage(HiCacheStorage):
             if known != held:
                 raise RuntimeError(f"index and pages differ in {known ^ held}")
 
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return no bytes: pages here live no longer than the pools of this process."""
+        return b""
+
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Return for each key whether its page is there."""
         with self._lock:
             held = self._bytes.get(pool.name, {})
             present = [key in held for key in keys]
@@ -75,7 +80,8 @@ class MemoryStorage(HiCacheStorage):
                 self._index.touch(key, tick)
         return present
 
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Fill pages; return for each key whether its page is loaded."""
         loaded = []
         with self._lock:
             held = self._bytes.get(pool.name, {})
@@ -91,9 +97,10 @@ class MemoryStorage(HiCacheStorage):
             self._counts["bytes_read"] += hits * pool.page_bytes
         return loaded
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        """Store pages; return for each key whether its page is stored."""
         kept = {*keys, *(parent for parent in parents if parent is not None)}
         stored, full = [], False
         with self._lock:
@@ -131,7 +138,7 @@ class MemoryStorage(HiCacheStorage):
                 return False
             for part, _ in entry.parts:
                 del self._bytes[part][entry.key]
-                self._note_removed((entry.key,), part)
+                self.note_removed((entry.key,), part)
             self._index.remove(entry.key)
             self._counts["evicted"] += 1
         return True

@@ -177,7 +177,8 @@ class MooncakeStorage(HiCacheStorage):
             super().close()
             self._client.close()
 
-    def _pool_digest(self, pool: StoragePool) -> bytes:
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return the fingerprint's digest of the pool's format."""
         return self._fingerprint.pool_digest(pool.geometry)
 
     def _name(self, pool: RegisteredPool, key: bytes) -> str:
@@ -185,7 +186,8 @@ class MooncakeStorage(HiCacheStorage):
 
     # Reading
 
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Return for each key whether its page is there."""
         if not keys or not self._usable(self._reads, len(keys)):
             return [False] * len(keys)
         try:
@@ -194,7 +196,8 @@ class MooncakeStorage(HiCacheStorage):
             self._lost("read_errors", error)
             return [False] * len(keys)
 
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Fill pages from objects; remove objects that are not the pages they should be."""
         loaded = [False] * len(keys)
         if not self._usable(self._reads, len(keys)):
             return loaded
@@ -202,7 +205,7 @@ class MooncakeStorage(HiCacheStorage):
             jobs = self._jobs(pool, keys, pages, [None] * len(keys))
             there = self._exist([job.name for job in jobs])
             found = [job for job, exists in zip(jobs, there, strict=True) if exists]
-            self._note_removed((job.key for job, exists in zip(jobs, there, strict=True) if not exists), pool.name)
+            self.note_removed((job.key for job, exists in zip(jobs, there, strict=True) if not exists), pool.name)
             for chunk in _chunks(pool, found):
                 if self._reads.active:
                     break
@@ -226,7 +229,7 @@ class MooncakeStorage(HiCacheStorage):
                     self._count(**{outcome.value: 1})
                     bad.append(job.name)
                 if outcome is not Outcome.MISSING or code in _ABSENT:
-                    self._note_removed((job.key,), pool.name)
+                    self.note_removed((job.key,), pool.name)
         if bad:
             logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)
             self._ask("batch_remove", bad, True)
@@ -247,9 +250,10 @@ class MooncakeStorage(HiCacheStorage):
 
     # Writing
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        """Store pages; return for each key whether its page is stored."""
         stored = [False] * len(keys)
         if not self._usable(self._writes, len(keys)):
             return stored

@@ -18,8 +18,7 @@ from hicache_kernels.validation import finite, whole
 
 from ...forks import refuse_in_forks
 from ...hashing import Namespace
-from ...storage import Fingerprint, HiCacheStorage
-from ...storage.file import FileStorage
+from ...storage import FileStorage, Fingerprint, HiCacheStorage
 from .errors import UnsupportedError
 from .generation import generation_config_of, unsupported_generation
 from .identity import model_fingerprint
@@ -456,7 +455,7 @@ def _check_fingerprint(backend: HiCacheStorage, fingerprint: Fingerprint, tiers:
     for entry in tiers.group.entries:
         if entry.device_pool is None:
             continue
-        digest = backend._pool_digest(entry.host_pool)
+        digest = backend.format_digest(entry.host_pool)
         # A backend that keeps no fingerprints gives none.
         if digest and digest != fingerprint.pool_digest(entry.host_pool.geometry):
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 
 from hicache_pools import PoolName
 
-from ...tree.node import Pages
+from ...tree import Pages
 from .layers import RecurrentStates, WindowAttention
 from .past import PastCache, StaticPastCache
 from .rows import PageRows, Row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...storage.fingerprint import Fingerprint
+from ...storage import Fingerprint
 from .settings import SettingsWatch
 from .weights import weights_hash
 

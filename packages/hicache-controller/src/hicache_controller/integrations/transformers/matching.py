@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...hashing import Namespace
-from ...tree import UnifiedRadixCache
-from ...tree.keys import SequenceKeys
+from ...tree import SequenceKeys, UnifiedRadixCache
 from .past import Hit
 from .rows import Row
 from .tiers import STORAGE_WAIT_SECONDS, Tiers

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...tree.keys import Tokens
 from .errors import UnsupportedError
 from .generation import WITHOUT_CACHE
 from .passes import Padding, Pass, Signature
 from .past import PastCache, StaticPastCache
-from .rows import Row
+from .rows import Row, Tokens
 
 NOT_COMPILED = (
     "a session notes which tokens the prompt was computed of, which is no part of a graph: compile the steps, not the "

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ...tree.keys import Tokens
-from ...tree.node import Pages
-from ...tree.results import Match
+from ...tree import Match, Pages
 from .errors import UnsupportedError
+
+Tokens = npt.NDArray[np.int64]
+"""Token ids of one sequence, ``[n]``."""
 
 
 @dataclass(eq=False)

@@ -12,9 +12,7 @@ import torch
 from hicache_pools import PoolName
 
 from ...hashing import Namespace
-from ...tree.keys import SequenceKeys, Tokens
-from ...tree.node import Pages
-from ...tree.results import Match
+from ...tree import Match, Pages, SequenceKeys
 from .checkpoints import Checkpoint, Checkpoints
 from .errors import UnsupportedError
 from .filling import FilledOnTouch
@@ -25,7 +23,7 @@ from .model_layout import takes_positions
 from .past import PastCache, StaticPastCache
 from .precision import other_type
 from .recorder import Recorder
-from .rows import PageRows, Row, batch_rows, copy_rows
+from .rows import PageRows, Row, Tokens, batch_rows, copy_rows
 from .settings import Settings
 from .tiers import Tiers
 

@@ -23,9 +23,8 @@ from hicache_pools import (
     build_host_pool_group,
 )
 
-from ...hybrid import HybridCacheController, SidecarPoolSpec
-from ...storage_link import StorageSettings
-from ...storage_worker import PrefetchPolicy
+from ... import HybridCacheController, SidecarPoolSpec, StorageSettings
+from ...policies import PrefetchPolicy
 from ...tree import UnifiedRadixCache, WindowComponent
 from .model_layout import AttentionShape, ModelLayout, StatesShape
 

@@ -31,9 +31,9 @@ from hicache_kernels.command_line import (
     write_output,
 )
 
-from .bench.cli import bench_app
-from .capacity_command import capacity
-from .policies import PrefetchPolicy, WritePolicy
+from ..policies import PrefetchPolicy, WritePolicy
+from .bench.command import bench_app
+from .capacity.command import capacity
 from .replay import POOLS, ReplayError, ReplayOptions, VerificationError
 from .replay.plans import DEFAULT_PAGE_SIZES
 from .trace import TraceRequest, make_trace, read_trace, write_trace
@@ -188,8 +188,8 @@ def replay(
     except ReplayError as error:
         raise CommandError(str(error)) from None
     options = replace(options, device=find_device(device))
-    from . import report as reports
     from .replay import Replay
+    from .replay import report as reports
 
     with _one_line_errors(l3_dir), terminated_like_interrupted(), Replay(loaded, options) as running:
         show(reports.setup_line(running, trace), highlight=False)
@@ -274,10 +274,10 @@ def info(
     if page_bytes > MAX_SAMPLE_BYTES:
         raise CommandError(f"a page of these pools has {page_bytes} bytes; at most {MAX_SAMPLE_BYTES} are accepted")
     options = replace(options, device=find_device(device))
-    from . import report as reports
+    from .info import show_information
 
     try:
-        reports.show_information(output, plans, options)
+        show_information(output, plans, options)
     except (ValueError, RuntimeError) as error:
         raise CommandError(first_line(error)) from None
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hicache_pools.memory_budget import HostMemoryBudget
 
-from ..mooncake_module import import_mooncake
-from ..policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
+from ...mooncake_module import import_mooncake
+from ...policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
 from ..trace import TraceRequest
 from .plans import Geometry, PoolPlan, model_pools
 

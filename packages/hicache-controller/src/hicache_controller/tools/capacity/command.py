@@ -13,15 +13,15 @@ from rich.table import Table
 
 from hicache_kernels.command_line import CommandError, check_output, read_json, show, write_output
 
-from .capacity import CapacityPlan, ExpectedHits, expected_hits, parse_bytes, plan_capacity, trace_means
-from .capacity_geometry import (
+from ..trace import TraceError, TraceRequest, read_trace
+from .geometry import (
     CapacityError,
     ModelGeometry,
     attention_token_bytes,
     geometry_from_config,
     latent_token_bytes,
 )
-from .trace import TraceError, TraceRequest, read_trace
+from .plan import CapacityPlan, ExpectedHits, expected_hits, parse_bytes, plan_capacity, trace_means
 
 DEFAULT_DTYPE = "bfloat16"
 

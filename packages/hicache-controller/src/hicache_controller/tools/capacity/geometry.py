@@ -7,16 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ELEMENT_BYTES: Mapping[str, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes of a value by torch's name of its type."""
+from ..dtypes import ELEMENT_BYTES
 
 _LARGEST = 1 << 31
 _MOST_LAYERS = 1 << 16

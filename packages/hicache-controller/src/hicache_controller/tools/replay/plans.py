@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import hicache_pools
 from hicache_pools.pool_transfer import PoolName
 
-from ..capacity_geometry import ELEMENT_BYTES
+from ..dtypes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     import torch

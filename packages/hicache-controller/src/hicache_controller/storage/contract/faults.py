@@ -1,4 +1,4 @@
-"""A storage that fails on purpose: for the tests of whatever has to survive it."""
+"""A storage that fails on purpose, for tests of code that has to survive failures."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import threading
 
 from hicache_kernels.validation import whole
 
-from .base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
-from .file import FileStorage
+from ..base import HiCacheStorage, RegisteredPool, RemovalListener, StoragePool, StorageStats
+from ..file import FileStorage
 
 
 class FaultyStorage(HiCacheStorage):
-    """Wraps a storage and breaks every k-th page, as media do.
+    """Wraps a storage and breaks every n-th page, as media do.
 
     Parameters
     ----------
     inner
         What does the work.
     fail_store_every, fail_load_every
-        Each k-th page is not stored, or not loaded, its host page filled with other bytes as by a read that failed
-        half way; 0 for none.
+        Every n-th page is not stored, or not loaded, its host page filled with other bytes, as after a
+        read that failed half way; 0 for none.
     flip_every
-        Each k-th page that is stored has one bit flipped in its file; needs a :class:`FileStorage`.
+        Every n-th page that is stored has one bit flipped in its file; needs a :class:`FileStorage`.
     hang
-        Where given, every call waits while the event is clear.
+        Every call waits while this event is clear; None for calls that do not wait.
 
     Raises
     ------
@@ -59,7 +59,7 @@ class FaultyStorage(HiCacheStorage):
         super().register_mem_pool_host(pool, name)
 
     def set_removal_listener(self, callback: RemovalListener | None) -> None:
-        """Have the storage inside tell what it removes."""
+        """Have the storage inside report what it removes."""
         self.inner.set_removal_listener(callback)
 
     def clear(self) -> None:
@@ -75,13 +75,19 @@ class FaultyStorage(HiCacheStorage):
         super().close()
         self.inner.close()
 
-    def _present(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
-        self._wait()
-        return self.inner._present(self.inner._pool(pool.name), keys, leading=leading)
+    def format_digest(self, pool: StoragePool) -> bytes:
+        """Return the digest of the storage inside."""
+        return self.inner.format_digest(pool)
 
-    def _load(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+    def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
+        """Ask the storage inside."""
         self._wait()
-        loaded = self.inner._load(self.inner._pool(pool.name), keys, pages)
+        return self.inner.find_pages(pool, keys, leading=leading)
+
+    def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
+        """Load from the storage inside, and damage every n-th page."""
+        self._wait()
+        loaded = self.inner.load_pages(pool, keys, pages)
         for i, page in enumerate(pages):
             if self._load_every and next(self._loads) % self._load_every == 0:
                 loaded[i] = False
@@ -89,23 +95,25 @@ class FaultyStorage(HiCacheStorage):
                     view[:] = os.urandom(len(view))
         return loaded
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
+        """Store in the storage inside, refuse every n-th page, and flip a bit in some."""
         self._wait()
         fine = [i for i in range(len(keys)) if not self._store_every or next(self._stores) % self._store_every]
         stored = [False] * len(keys)
         if fine:
             of_those = [keys[i] for i in fine], [pages[i] for i in fine], [parents[i] for i in fine]
-            for i, done in zip(fine, self.inner._store(self.inner._pool(pool.name), *of_those), strict=True):
+            for i, done in zip(fine, self.inner.store_pages(pool, *of_those), strict=True):
                 stored[i] = done
         for key, done in zip(keys, stored, strict=True):
             if done and self._flip_every and next(self._flips) % self._flip_every == 0:
                 self._flip_bit(key, pool.name)
         return stored
 
-    def _tell_removed(self) -> None:
-        self.inner._tell_removed()
+    def report_removed(self) -> None:
+        """Report what the storage inside removed."""
+        self.inner.report_removed()
 
     def _flip_bit(self, key: bytes, name: str) -> None:
         if not isinstance(self.inner, FileStorage):

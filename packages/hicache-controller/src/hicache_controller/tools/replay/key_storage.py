@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..storage import MemoryStorage
-from ..storage.base import RegisteredPool
+from ...storage import MemoryStorage
+from ...storage.base import RegisteredPool
 
 
 class KeyStorage(MemoryStorage):
@@ -23,7 +23,8 @@ class KeyStorage(MemoryStorage):
         super().__init__(capacity_bytes)
         self._page_bytes = dict(page_bytes)
 
-    def _store(
+    def store_pages(
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
-        return super()._store(pool._replace(page_bytes=self._page_bytes[pool.name]), keys, pages, parents)
+        """Store keys, counting what their pages would have."""
+        return super().store_pages(pool._replace(page_bytes=self._page_bytes[pool.name]), keys, pages, parents)

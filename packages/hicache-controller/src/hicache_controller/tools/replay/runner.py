@@ -13,16 +13,16 @@ import numpy as np
 
 from hicache_pools import HostPool, PoolName
 
-from ..controller import HiCacheController
-from ..hashing import page_hashes
-from ..hybrid import HybridCacheController
-from ..metrics import MetricsSnapshot
-from ..radix import Match, Pages, UnifiedRadixCache
-from ..storage import Fingerprint, HiCacheStorage, MemoryStorage
-from ..storage.file import FileStorage
-from ..storage.mooncake import MooncakeStorage
-from ..storage_link import StorageSettings
-from ..storage_worker import PrefetchPolicy
+from ...controller import HiCacheController
+from ...hashing import page_hashes
+from ...hybrid import HybridCacheController
+from ...metrics import MetricsSnapshot
+from ...radix import Match, Pages, UnifiedRadixCache
+from ...storage import Fingerprint, HiCacheStorage, MemoryStorage
+from ...storage.file import FileStorage
+from ...storage.mooncake import MooncakeStorage
+from ...storage_link import StorageSettings
+from ...storage_worker import PrefetchPolicy
 from ..trace import TraceRequest
 from .key_storage import KeyStorage
 from .model import ReplayModel, build_model

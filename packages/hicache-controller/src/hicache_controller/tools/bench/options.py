@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..capacity_geometry import ELEMENT_BYTES
+from ..dtypes import ELEMENT_BYTES
 from .models import ModelShape
 
 TIERS = ("l1", "l2", "l3")

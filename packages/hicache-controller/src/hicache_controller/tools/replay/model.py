@@ -19,8 +19,8 @@ from hicache_pools import (
     build_host_pool_group,
 )
 
-from ..hybrid import SidecarPoolSpec
-from ..tree import WindowComponent
+from ...hybrid import SidecarPoolSpec
+from ...tree import WindowComponent
 from .options import ReplayError, ReplayOptions
 from .plans import PoolPlan, Tensors
 from .rows import Rows

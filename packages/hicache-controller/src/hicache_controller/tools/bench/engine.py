@@ -17,9 +17,9 @@ import torch
 
 from hicache_pools import HostMemoryBudget
 
-from ..capacity_geometry import ELEMENT_BYTES
-from ..storage import Fingerprint
-from ..storage.file import FileStorage
+from ...storage import Fingerprint
+from ...storage.file import FileStorage
+from ..dtypes import ELEMENT_BYTES
 from .models import random_model
 from .options import EngineOptions
 
@@ -147,8 +147,8 @@ class EngineBench:
         self.model = random_model(
             options.shape, positions=max(options.prompts), dtype=vars(torch)[options.dtype], device=self.device
         )
-        from ..integrations.transformers import HiCache
-        from ..integrations.transformers.model_layout import cache_argument
+        from ...integrations.transformers import HiCache
+        from ...integrations.transformers.model_layout import cache_argument
 
         directory = options.storage
         if directory is None:

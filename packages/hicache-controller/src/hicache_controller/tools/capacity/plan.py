@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from .capacity_geometry import CapacityError, ModelGeometry
-from .replay import ReplayError, ReplayOptions
-from .trace import BLOCK_TOKENS, TraceRequest
+from ..replay import ReplayError, ReplayOptions
+from ..trace import BLOCK_TOKENS, TraceRequest
+from .geometry import CapacityError, ModelGeometry
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
@@ -218,8 +218,8 @@ def _tier(
 
 def disk_prompt_bytes(geometry: ModelGeometry, tokens: int, page_size: int) -> int:
     """Bytes a cached prompt takes in a file storage: a file a page of each pool, footer included, in disk blocks."""
-    from .storage.directory import disk_bytes as bytes_on_disk
-    from .storage.page_file import FOOTER_BYTES
+    from ...storage.directory import disk_bytes as bytes_on_disk
+    from ...storage.page_file import FOOTER_BYTES
 
     pages = tokens // page_size
     window_pages = min(pages, -(-geometry.window_tokens // page_size))
@@ -295,7 +295,7 @@ def expected_hits(requests: Sequence[TraceRequest], plan: CapacityPlan) -> Expec
         data=False,
     )
     options = replace(options, l3_bytes=blocks.get("L3", 0) * options.page_bytes)
-    from .replay import Replay
+    from ..replay import Replay
 
     try:
         with Replay(requests, options) as replay:

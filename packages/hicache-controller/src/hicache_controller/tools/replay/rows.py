@@ -11,7 +11,7 @@ import torch
 
 from hicache_pools import PoolName
 
-from ..radix import Pages
+from ...radix import Pages
 from . import payload
 from .plans import BufferPlan, PoolPlan, Tensors
 from .results import VerificationError
