@@ -1,4 +1,4 @@
-"""Compiled code is loaded only from where nobody but this user and root can have written it."""
+"""Compiled code is loaded only from where only this user and root can have written it."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_whatever_the_umask_nobody_else_can_read_or_write_the_cache(
+def test_whatever_the_umask_no_other_user_can_read_or_write_the_cache(
     workshop: Workshop, tmp_path: Path, umask: int
 ) -> None:
     before = os.umask(umask)

@@ -69,7 +69,7 @@ def test_staging_for_64_pages_takes_any_number_of_them(calls, pages):
     page_size, layers, size = random.choice([1, 2, 16]), random.choice([1, 3]), random.choice([16, 48])
     total = (pages + 2) * page_size
     src = [random_bytes(total, size) for _ in range(layers)]
-    dst = random_bytes(total, layers + 1, size)  # one layer more: guard bytes behind every slot
+    dst = random_bytes(total, layers + 1, size)  # one layer more: guard bytes after every slot
     before = dst.clone()
     indices = [slots_of(torch.randperm(pages + 2)[:pages], page_size) for _ in range(2)]
     before[indices[1], :layers] = torch.stack(src, 1)[indices[0]]

@@ -142,7 +142,7 @@ def test_a_capture_never_gets_the_uploads_of_an_earlier_call(monkeypatch):
 
 
 class Event:
-    """An event that comes when it is told to."""
+    """An event that comes when a test says so."""
 
     def __init__(self):
         self.come = True
@@ -208,7 +208,7 @@ def on_device(reader, monkeypatch, stream, *, capturing):
 
 
 def test_what_a_graph_captured_serves_no_call_outside(monkeypatch):
-    """Its widened copies have bytes while the graph runs alone. (Lists on ``meta`` stand for those on a GPU.)"""
+    """Its widened copies have bytes while the graph runs alone. (Lists on ``meta`` act as those on a GPU.)"""
     device = torch.device("meta")
     reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
     stream, host = object(), torch.empty(4, dtype=torch.int64, device=device)
@@ -221,7 +221,7 @@ def test_what_a_graph_captured_serves_no_call_outside(monkeypatch):
 
 
 def test_a_widened_copy_of_a_list_on_the_device_is_made_for_each_call(monkeypatch):
-    """Torch can write to such a list between two layers, and nobody on the CPU sees it."""
+    """Torch can write to such a list between two layers, and the CPU does not see it."""
     device = torch.device("meta")
     reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
     stream, host = object(), torch.arange(4)

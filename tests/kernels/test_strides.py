@@ -20,7 +20,7 @@ def now() -> None:
 
 @st.composite
 def nests(draw):
-    """Strides of a pool whose axes nest in any order with a gap behind each step, and its components."""
+    """Strides of a pool whose axes nest in any order with a gap after each step, and its components."""
     alignment = draw(st.sampled_from([4, 16]))
     gap = st.sampled_from([0, 0, alignment, 3 * alignment, 256])
     elements = [alignment * n for n in draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))]

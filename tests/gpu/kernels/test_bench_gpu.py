@@ -55,7 +55,7 @@ def test_a_tiny_benchmark_fills_every_part_of_the_report(gpu) -> None:
     assert Report.from_json(report.to_json()) == report
 
 
-def test_graphs_run_beside_transfers_in_both_directions(gpu) -> None:
+def test_graphs_run_during_transfers_in_both_directions(gpu) -> None:
     buffers = Buffers.allocate(64 << 20, gpu)
     plain = {direction: plain_copy_seconds(buffers, direction) for direction in Direction}
     found = list(disturbances(buffers, plain, repeats=1, operations=2, quotas=(2,)))

@@ -38,7 +38,7 @@ _ERROR_LINES = 3
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """What a library was built from; lies beside it as JSON.
+    """What a library was built from; lies next to it as JSON.
 
     Attributes
     ----------
@@ -186,7 +186,7 @@ def include_flags(spec: ModuleSpec) -> list[str]:
 
 
 def compile_commands(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[list[str]]:
-    """Commands that compile and link ``spec`` into the shared library ``output``, beside which they may leave files."""
+    """Commands that compile and link ``spec`` into the shared library ``output``; they may leave files next to it."""
     start = [compiler.path, *spec.flags, *arch_flags(spec.device_type, archs)]
     inputs = [*include_flags(spec), *map(str, spec.source_files)]
     link = ["-shared", f"-L{Path(find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(output)]
@@ -346,7 +346,7 @@ def keep(library: Path, entry: Path) -> None:
     Raises
     ------
     OSError
-        Where the cache is not writable or full; nothing is left behind.
+        Where the cache is not writable or full; nothing is left.
     """
     make_directory(entry.parent)
     staging = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}."))

@@ -39,7 +39,7 @@ LAUNCHES = 16
 REPEATS = 5
 SPIN_CYCLES = 2_000_000
 MAX_SPREAD = 1.2
-"""Slowest over fastest of some equal copies: where they differ more, somebody else uses the device."""
+"""Slowest over fastest of some equal copies: where they differ more, something else uses the device."""
 ATTEMPTS = 2
 BUSY_SECONDS = 60.0
 """For so long after measuring failed, other processes go by the defaults without an attempt of their own."""
@@ -54,7 +54,7 @@ MIN_RELAYOUT = 1.5
 """Rate of the re-layout kernel over that of a plain copy; 20 on an H200."""
 
 _known: dict[torch.device, DeviceConstants] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards _known: threads of a process measure a device once, one at a time
 
 
 def device_constants(device: torch.device | str) -> DeviceConstants:
@@ -99,7 +99,7 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
             return constants
         with contextlib.suppress(OSError):
             if 0 <= time.time() - failed.stat().st_mtime < BUSY_SECONDS:
-                logger.info("calibrating %s failed a moment ago, so the planner goes by defaults", device)
+                logger.info("calibrating %s failed a moment ago, so the planner uses defaults", device)
                 return H200
         reason = ""
         for _ in range(ATTEMPTS):
@@ -112,7 +112,7 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
             if not reason:
                 write_constants(path, constants)
                 return constants
-        logger.warning("calibrating %s failed, so the planner goes by defaults: %s", device, reason)
+        logger.warning("calibrating %s failed, so the planner uses defaults: %s", device, reason)
         with contextlib.suppress(OSError):
             write_atomically(failed, reason.encode())
         return H200
@@ -218,7 +218,7 @@ class _Timing:
 class _Probe:
     """Two buffers, a staging ring, and the transfers that are timed over them.
 
-    Work is queued behind a kernel that spins, so that times are those of a busy device: what the caller's thread needs
+    Work is queued after a kernel that spins, so that times are those of a busy device: what the caller's thread needs
     to queue an operation is hidden. What an operation of hardly any bytes takes is subtracted.
     """
 
@@ -297,7 +297,7 @@ class _Probe:
         return median(found)
 
     def direction(self, direction: Direction) -> DirectionConstants:
-        """Measure one direction, but for what single copies and 2-D copies cost, which stay the defaults.
+        """Measure one direction, except what single copies and 2-D copies cost: those stay the defaults.
 
         Measured in the moment, 2-D copies seem as fast as plain ones, as what they read is in the caches of the CPU:
         those 8 to 18 KB wide made 0.92 to 0.97 of the bus, and 0.80 to 0.90 in operations of 512 MiB (on an H200).

@@ -36,8 +36,8 @@ STAGED_THREADS = 1024
 MIN_COPY_BYTES = 2 << 20
 """Average bytes of a copy from which copies without staging keep the bus busy."""
 MIN_COPY_WIDTH = 64 << 10
-"""Width of a 2-D copy from which it runs at full speed beside compute, too. Loads 16, 32 and 64 KB wide reach 0.86,
-0.99 and 1.00 of a plain copy on an idle device, and 0.48, 0.73 and 0.99 beside matrix products that are bound by its
+"""Width of a 2-D copy from which it runs at full speed next to compute, too. Loads 16, 32 and 64 KB wide reach 0.86,
+0.99 and 1.00 of a plain copy on an idle device, and 0.48, 0.73 and 0.99 next to matrix products that are bound by its
 memory (a tuning run on an H200)."""
 
 

@@ -14,10 +14,10 @@ from .checks import check_tensor
 from .probe import load_module, unavailable_reason
 from .row_sets import (
     RowSet,
-    check_indices,
     check_page_first,
     check_pages,
     check_pair,
+    check_row_numbers,
     page_first_rows,
     table_rows,
 )
@@ -97,8 +97,8 @@ def copy_rows(
         whole("block_quota", block_quota, most=MAX_BLOCKS)
     check_pair(destination, source, DIRECT_ALIGNMENT)
     pages_of = 1 if page_size is None else page_size
-    check_indices(destination_name, destination_indices, destination, pages_of)
-    check_indices(source_name, source_indices, source, pages_of)
+    check_row_numbers(destination_name, destination_indices, destination, pages_of)
+    check_row_numbers(source_name, source_indices, source, pages_of)
     if destination_indices.numel() != source_indices.numel():
         raise ValueError(
             f"{destination_name} has {destination_indices.numel()} entries, {source_name} {source_indices.numel()}"
@@ -206,7 +206,7 @@ def _checked_staging(
     page_size: int,
     element_size: int | None,
 ) -> tuple[RowSet, ...]:
-    """Check the buffers of a staged copy against its tables; returns the rows behind the tables."""
+    """Check the buffers of a staged copy against its tables; returns the rows that the tables name."""
     buffers = {**staging, **destination}
     for name, buffer in buffers.items():
         check_tensor(name, buffer)
@@ -238,8 +238,8 @@ def _check_staged_indices(
         raise TypeError(
             f"dst_indices is {destination_indices.dtype} on {destination_indices.device}; it must be int64 on the CPU"
         )
-    check_indices("dst_indices", destination_indices, targets, page_size)
-    check_indices("src_indices", source_indices, source, page_size)
+    check_row_numbers("dst_indices", destination_indices, targets, page_size)
+    check_row_numbers("src_indices", source_indices, source, page_size)
     if source_indices.numel() != destination_indices.numel():
         raise ValueError(f"src_indices has {source_indices.numel()} entries, dst_indices {destination_indices.numel()}")
     check_pages("dst_indices", destination_indices, page_size)

@@ -15,7 +15,7 @@ from .rows import RowSpace
 from .validation import whole
 
 MAX_ROWS = 1 << 31
-"""Row numbers are below this, as the modules count in 32 bits; behind a foreign table nothing else bounds them."""
+"""Row numbers are below this, as the modules count in 32 bits; for a foreign table nothing else bounds them."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.uint64, torch.int64)
 
@@ -33,7 +33,7 @@ class RowSet:
     layer_count
         Number of layers.
     layers
-        The tensors they lie in, starting at row 0; None behind a foreign table.
+        The tensors they lie in, starting at row 0; None for a foreign table.
     table
         Addresses of row 0, one a layer; None where the caller gave the cache itself.
     layer_stride
@@ -50,7 +50,7 @@ class RowSet:
 
     @property
     def slots(self) -> int | None:
-        """Rows that every layer has; None behind a foreign table."""
+        """Rows that every layer has; None for a foreign table."""
         if self.layers is None:
             return None
         span = self.layers.span_bytes - (self.layer_count - 1) * self.layer_stride
@@ -60,7 +60,7 @@ class RowSet:
     def alignment(self) -> int:
         """Largest number that divides the address of every row.
 
-        A foreign table's addresses are not read: they are taken to be as aligned as the rows behind them.
+        A foreign table's addresses are not read: they are taken to be as aligned as the rows they name.
         """
         return math.gcd(self.row_bytes, self.stride, self.layer_stride, self.layers.alignment if self.layers else 0)
 
@@ -123,7 +123,7 @@ def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> t
 
 
 def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) -> tuple[RowSet, ...]:
-    """Rows behind tables of layer addresses, ``stride`` bytes apart.
+    """Rows named by tables of layer addresses, ``stride`` bytes apart.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def check_pair(destination: Sequence[RowSet], source: Sequence[RowSet], alignmen
                 raise ValueError(f"{rows.name} lies on {rows.device}, {side[0].name} on {side[0].device}")
 
 
-def check_indices(name: str, indices: torch.Tensor, side: Sequence[RowSet], page_size: int) -> None:
+def check_row_numbers(name: str, indices: torch.Tensor, side: Sequence[RowSet], page_size: int) -> None:
     """Check row numbers: form always, range where they lie on the CPU or ``HICACHE_KERNELS_CHECK`` is 1.
 
     Raises

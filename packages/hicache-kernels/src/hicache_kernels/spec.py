@@ -1,4 +1,4 @@
-"""What a compiled module is: the one list of specs behind loader, ahead-of-time builder, compile tests and ``info``."""
+"""What a compiled module is: one list of specs for the loader, ahead-of-time builds, compile tests and ``info``."""
 
 from __future__ import annotations
 

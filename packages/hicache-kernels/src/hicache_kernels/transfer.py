@@ -1,4 +1,4 @@
-"""PlaneTransfer: every way between the device rows and the host pages of one pool, behind two calls."""
+"""PlaneTransfer: every way between the device rows and the host pages of one pool, in two calls."""
 
 from __future__ import annotations
 

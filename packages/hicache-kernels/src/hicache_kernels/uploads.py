@@ -23,7 +23,7 @@ class Upload:
     on_device
         int64 ``[count]`` on the device.
     event
-        Recorded behind the last reader.
+        Recorded after the last reader.
     """
 
     __slots__ = ("event", "on_device", "pinned")
@@ -37,9 +37,9 @@ class Upload:
 class UploadPool:
     """Uploads of one device, by any thread and for any stream.
 
-    Invariant: what lies in the pool has its event behind its last reader, and is taken, or dropped, only once that has
+    Invariant: what lies in the pool has its event after its last reader, and is taken, or dropped, only once that has
     come. So there are as many uploads as there were operations under way at once. A pool outlives every transfer
-    (:func:`upload_pool`): what an operation under way still reads is nobody's to free.
+    (:func:`upload_pool`): so nothing frees what an operation under way still reads.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,9 +1,8 @@
-"""HostPoolGroup: the host pools of one model behind one interface, with allocation that is all or nothing."""
+"""HostPoolGroup: the host pools of one model as one object, with allocation that is all or nothing."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +59,6 @@ class HostPoolGroup:
             raise ValueError(f"{[str(e.name) for e in anchors]} are all marked as anchor; a group has one")
         self._anchor = anchors[0] if anchors else members[0]
         self._entries = members
-        self._lock = threading.Lock()
         self._slots = SlotTaker()
 
     # -- entries
@@ -90,7 +88,7 @@ class HostPoolGroup:
         TypeError
             Its host pool lacks a required attribute.
         """
-        with self._lock:
+        with self._slots.lock:
             check_entry(entry, {other.name for other in self._entries})
             if entry.is_primary_index_anchor:
                 raise ValueError(
@@ -292,7 +290,7 @@ class HostPoolGroup:
 
     def _claim(self, transfer: PoolTransfer, side: Side) -> torch.Tensor | None:
         """Take what the group filled in out of a transfer; of several threads only one gets it."""
-        with self._lock:
+        with self._slots.lock:
             indices = _indices(transfer, side)
             if not (transfer.host_from_group if side == "host" else transfer.device_from_group):
                 return None

@@ -69,7 +69,7 @@ class Case:
     direction, policy, block_quota
         The transfer.
     layer_by_layer
-        Whether a load records an event behind each layer, as an engine that overlaps it with its layers asks for.
+        Whether a load records an event after each layer, as an engine that overlaps it with its layers asks for.
     """
 
     shape: Shape

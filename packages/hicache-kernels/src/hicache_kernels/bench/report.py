@@ -63,7 +63,7 @@ class Report:
     full_staging
         A staged write-back with staging memory as large as the operation.
     disturbances, duplex
-        Compute beside transfers; both directions at once. Empty and None on the CPU.
+        Compute during transfers; both directions at once. Empty and None on the CPU.
     """
 
     environment: dict[str, str]
@@ -129,7 +129,7 @@ def run_benchmark(
     Parameters
     ----------
     cases
-        Cases of one pool behind each other share it.
+        Consecutive cases of one pool share it.
     device
         A GPU, or the CPU, where everything is one memory and only the grid is measured.
     size
@@ -139,7 +139,7 @@ def run_benchmark(
     constants
         What the planner goes by; calibrated where None.
     interference
-        Measure graphs beside transfers too.
+        Measure graphs next to transfers too.
     build
         Build the modules anew too, and time it.
     progress
@@ -171,7 +171,7 @@ def run_benchmark(
     progress("staging as large as the operation")
     report.full_staging = _full_staging(buffers, report, repeats)
     if interference:
-        progress("graphs beside transfers")
+        progress("graphs next to transfers")
         report.disturbances = list(disturbances(buffers, plain, repeats=repeats))
     del buffers
     if device.type != "cpu":
@@ -192,7 +192,7 @@ def _measure_pool(
     repeats: int,
     attempts: int,
 ) -> list[CaseResult]:
-    """Measure cases of one pool, again while plain copies before or behind them are slower than usual.
+    """Measure cases of one pool, again while plain copies before or after them are slower than usual.
 
     The last attempt counts, and the plain copies around it.
     """
@@ -210,7 +210,7 @@ def _measure_pool(
 
 
 def disturbed(samples: Sequence[float], usual: Sequence[float]) -> bool:
-    """Whether copies before or behind something took longer than usual: others use the bus, or the host's memory."""
+    """Whether copies before or after something took longer than usual: others use the bus, or the host's memory."""
     # Not the median: at first, those of a disturbed moment may be most of all there are.
     quarter = sorted(usual)[len(usual) // 4]
     return max(median(samples[:2]), median(samples[2:])) > MAX_SLOWDOWN * quarter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, Unpack
+from typing import ClassVar, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,6 @@ from .staging import pool_staging
 from .transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
-
-IoBackend: TypeAlias = Literal["kernel", "direct"]
 
 IO_BACKENDS = ("kernel", "direct")
 
@@ -257,7 +255,7 @@ class HostPool:
         return self.allocator.free_pages(pages)
 
     def owned_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
-        """Return the pages of slots; ValueError unless they are whole pages, each once, that somebody owns."""
+        """Return the pages of slots; ValueError unless they are whole pages, each once, that are owned."""
         return self.allocator.owned_pages(indices)
 
     def available_size(self) -> int:
@@ -434,7 +432,7 @@ class HostPool:
 
     @property
     def host_buffer(self) -> HostBuffer:
-        """The memory behind ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
+        """The memory of ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
         host_buffer = self._host_buffer
         self._gate.check_open()
         if host_buffer is None:

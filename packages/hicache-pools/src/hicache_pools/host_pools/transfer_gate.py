@@ -67,11 +67,11 @@ class TransferGate:
         return result
 
     def close(self) -> None:
-        """Refuse further transfers."""
+        """Refuse new transfers."""
         self._closed = True
 
     def drain(self) -> None:
-        """Refuse further transfers, and wait for the calls under way and the results in flight."""
+        """Refuse new transfers, and wait for the calls under way and the results in flight."""
         self.close()
         while self._calls:
             time.sleep(POLL_SECONDS)
