@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 from ..build import CACHE_VARIABLE
-from ..probe import PREBUILT_VARIABLE
+from ..probe import BUILD_VARIABLE, PREBUILT_VARIABLE
 
 BUILD_CORES = 2
 """Cores that the build may use: those of a small machine."""
@@ -42,7 +42,7 @@ def cold_build_seconds(device_type: str, *, cores: int = BUILD_CORES) -> float |
         environment = {name: value for name, value in os.environ.items() if name != PREBUILT_VARIABLE}
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, device_type, str(cores)],
-            env={**environment, CACHE_VARIABLE: cache},
+            env={**environment, CACHE_VARIABLE: cache, BUILD_VARIABLE: "1"},
             capture_output=True,
             text=True,
             check=False,
