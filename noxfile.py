@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import re
+import shutil
 import sys
 import tempfile
+import tomllib
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 nox.needs_version = ">=2025.2"
 nox.options.default_venv_backend = "uv"
@@ -20,6 +25,15 @@ ROOT = Path(__file__).parent
 PACKAGES = ("hicache-kernels", "hicache-pools", "hicache-controller")
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
 DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
+# The oldest CUDA 13: its portable code runs with every driver that the wheel's other code runs with.
+MODULE_TOOLS = (
+    "nvidia-cuda-nvcc==13.0.*",
+    "nvidia-cuda-runtime==13.0.*",
+    "nvidia-cuda-cccl==13.0.*",
+    "ziglang==0.17.*",
+)
+MODULES_VARIABLE = "HICACHE_KERNELS_WHEEL_MODULES"
+MAX_WHEEL_BYTES = 25_000_000
 NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl==13.*")
 COMPILE_TESTS = "tests/kernels/compile"
 DOCUMENT_TESTS = tuple(f"tests/together/test_docs{part}.py" for part in ("", "_backend", "_site"))
@@ -177,24 +191,115 @@ def wheels(session: nox.Session) -> None:
         if contents(direct) != contents(rebuilt):
             session.error(f"{package}: the sdist builds another wheel than the tree")
     for package in PACKAGES:
-        environment = Path(session.create_tmp()) / f"alone-{package}"
-        python = str(environment / "bin" / "python")
-        session.run_install(
-            "uv",
-            "venv",
-            "--quiet",
-            "--clear",
-            "--python",
-            str(session.python or sys.executable),
-            str(environment),
-            external=True,
-        )
         refresh = [f"--refresh-package={name}" for name in PACKAGES]
-        session.run_install(
-            "uv", "pip", "install", "--quiet", "--python", python, *refresh, "--find-links", str(out),
-            str(newest(out, package, ".whl")), external=True,
-        )  # fmt: skip
-        session.run(python, "-I", SMOKE_CHECKS[package], external=True)
+        built = str(newest(out, package, ".whl"))
+        python = fresh_environment(session, f"alone-{package}", *refresh, "--find-links", str(out), built)
+        session.run(str(python), "-I", SMOKE_CHECKS[package], external=True)
+
+
+@nox.session
+def platform_wheel(session: nox.Session) -> None:
+    """Build the wheel of hicache-kernels that carries modules; run its tests from it where no compiler is found."""
+    out = Path(session.create_tmp()) / "dist"
+    built = build_platform_wheel(session, ROOT, out)
+    python = fresh_environment(session, "without-compilers", str(built), "pyelftools", *TEST_TOOLS)
+    bare = {"PATH": str(python.parent), "CUDA_HOME": "", "HICACHE_PLATFORM_WHEEL": "1", "CI": ""}
+    session.run(str(python), "-I", SMOKE_CHECKS["hicache-kernels"], env=bare, external=True)
+    report = f"--junitxml={REPORTS / 'platform_wheel'}.xml"
+    tests = ("tests/kernels", f"--ignore={COMPILE_TESTS}")
+    session.run(str(python), "-m", "pytest", "-q", report, *tests, env=bare, external=True)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build and check all that a tag of one package publishes: `nox -s release -- hicache-kernels-v0.1.0`."""
+    if len(session.posargs) != 1 or not (found := re.fullmatch(r"(hicache-\w+)-v([\w.]+)", session.posargs[0])):
+        session.error("name the tag of one package: nox -s release -- hicache-kernels-v0.1.0")
+    tag, package, version = found[0], found[1], found[2]
+    source, out = Path(session.create_tmp()) / "source", Path(session.create_tmp()) / tag
+    for folder in (source, out):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    archive = source.with_suffix(".tar")
+    session.run("git", "archive", "--output", str(archive), tag, external=True)
+    shutil.unpack_archive(archive, source)
+    written = tomllib.loads((source / "packages" / package / "pyproject.toml").read_text())["project"]["version"]
+    if written != version:
+        session.error(f"{tag} has version {written} in its pyproject.toml")
+    session.run("uv", "build", "--quiet", "--package", package, "--out-dir", str(out), str(source), external=True)
+    if package == "hicache-kernels":
+        built = build_platform_wheel(session, source, out)
+        python = fresh_environment(session, "released", str(built), "pyelftools", *TEST_TOOLS)
+        test = str(source / "tests/kernels/test_platform_wheel.py")
+        session.run(str(python), "-m", "pytest", "-q", "--rootdir", str(source), test, external=True)
+    session.install("twine>=6")
+    files = sorted(path for path in out.iterdir() if path.suffix in (".whl", ".gz"))
+    session.run("twine", "check", "--strict", *map(str, files))
+    for path in files:
+        if path.stat().st_size > MAX_WHEEL_BYTES:
+            session.error(f"{path.name} has {path.stat().st_size} bytes; at most {MAX_WHEEL_BYTES} are published")
+        if path.suffix == ".whl" and not any(name.endswith("licenses/LICENSE") for name in contents(path)):
+            session.error(f"{path.name} has no licence")
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (out / "SHA256SUMS").write_text("".join(sums))
+    session.log(f"{tag}: {len(files)} files and SHA256SUMS in {out}")
+
+
+@nox.session(default=False)
+def matrix(session: nox.Session) -> None:
+    """Run each layer's tests on the oldest versions of the layers below that it accepts, built from their tags."""
+    for number, package in enumerate(PACKAGES[1:], start=1):
+        below = [oldest_accepted(session, package, lower) for lower in PACKAGES[:number]]
+        session.install(f"--refresh-package={package}", *map(str, below), *TEST_TOOLS)
+        extras = "[cli]" if package == "hicache-pools" else "[mooncake,plot,prometheus]"
+        session.install(str(wheel(session, package)) + extras, *map(str, below))
+        pytest(session, f"tests/{package.removeprefix('hicache-')}")
+
+
+def oldest_accepted(session: nox.Session, package: str, lower: str) -> Path:
+    """Build the oldest tagged version of a package that another one accepts; this tree's where none is tagged."""
+    needs = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["dependencies"]
+    accepted = next(Requirement(need) for need in needs if Requirement(need).name == lower).specifier
+    listed = session.run("git", "tag", "--list", f"{lower}-v*", external=True, silent=True) or ""
+    versions = sorted(Version(tag.removeprefix(f"{lower}-v")) for tag in listed.split())
+    oldest = next((version for version in versions if version in accepted), None)
+    if oldest is None:
+        session.warn(f"no tag of {lower} is in {accepted}, which {package} accepts: this tree's version is used")
+        return wheel(session, lower)
+    source = Path(session.create_tmp()) / f"{lower}-v{oldest}"
+    shutil.rmtree(source, ignore_errors=True)
+    session.run("git", "archive", "--output", f"{source}.tar", source.name, external=True)
+    shutil.unpack_archive(f"{source}.tar", source)
+    session.run("uv", "build", "--quiet", "--wheel", "--package", lower, "--out-dir", str(source / "dist"),
+                str(source), external=True)  # fmt: skip
+    return newest(source / "dist", lower, ".whl")
+
+
+def build_platform_wheel(session: nox.Session, source: Path, out: Path) -> Path:
+    """Build modules and the platform wheel of hicache-kernels from a source tree; return the wheel's path."""
+    package = source / "packages" / "hicache-kernels"
+    session.install("--refresh-package=hicache-kernels", str(package), *MODULE_TOOLS)
+    home = session.run(
+        "python", "-c", "import nvidia, pathlib; print(pathlib.Path(list(nvidia.__path__)[0], 'cu13'))", silent=True
+    )
+    modules = Path(session.create_tmp()) / "modules"
+    session.run(
+        "python", str(package / "wheel" / "build_modules.py"), str(modules), env={"CUDA_HOME": str(home).strip()}
+    )
+    (directory,) = modules.iterdir()
+    session.run("uv", "build", "--quiet", "--wheel", "--package", "hicache-kernels", "--out-dir", str(out), str(source),
+                env={MODULES_VARIABLE: str(directory)}, external=True)  # fmt: skip
+    return max(out.glob(f"hicache_kernels-*-{directory.name}.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def fresh_environment(session: nox.Session, name: str, *packages: str) -> Path:
+    """Make a virtual environment with nothing but some packages; return the path of its Python."""
+    environment = Path(session.create_tmp()) / name
+    session.run_install("uv", "venv", "--quiet", "--clear", "--python", str(session.python or sys.executable),
+                        str(environment), external=True)  # fmt: skip
+    python = environment / "bin" / "python"
+    session.run_install("uv", "pip", "install", "--quiet", "--python", str(python), *packages, external=True)
+    return python
 
 
 def newest(folder: Path, package: str, suffix: str) -> Path:

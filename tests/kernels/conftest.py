@@ -44,6 +44,17 @@ def compiled() -> Callable[[str], Any]:
     return lambda name: load_module(name, "cpu")
 
 
+@pytest.fixture(scope="session")
+def cpu_compiler() -> Any:
+    """The C++ compiler; without one a user's tests skip, CI's fail."""
+    from hicache_kernels.compilers import BuildError, find_compiler
+
+    try:
+        return find_compiler("cpu")
+    except BuildError as error:
+        return needs(False, str(error))
+
+
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     compiler = shutil.which("g++")

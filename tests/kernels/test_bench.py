@@ -255,6 +255,7 @@ def test_the_command_writes_json_and_a_picture_and_shows_them_again(tmp_path: Pa
     assert "transfers, as shares of a plain copy" in again.output
 
 
+@pytest.mark.usefixtures("cpu_compiler")
 def test_a_cold_build_takes_time_and_leaves_the_cache_alone(compiled, monkeypatch, tmp_path):
     compiled("files")
     monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(tmp_path))

@@ -149,7 +149,9 @@ def test_only_the_compiler_of_several_architectures_runs_in_threads_never_its_li
 
 def test_remains_of_a_builder_killed_while_keeping_are_removed(workshop: Workshop) -> None:
     compiler = compilers.find_compiler("cpu")
-    entry = workshop.cache / build.build_key(workshop.spec(), compiler, build.target_archs("cpu"))
+    entry = workshop.cache / build.build_key(
+        build.for_this_machine(workshop.spec()), compiler, build.target_archs("cpu")
+    )
     remains = workshop.cache / f".{entry.name}.abc"
     remains.mkdir(parents=True)
     (remains / "main-cpu.so").write_bytes(b"half")

@@ -55,7 +55,9 @@ def test_driver_older_than_the_toolkit_is_a_reason(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(probe.ctypes, "CDLL", Driver)
     probe.check_driver(12)
-    with pytest.raises(compilers.BuildError, match="driver supports CUDA 12, the compiler is of CUDA 13"):
+    with pytest.raises(
+        compilers.BuildError, match="driver supports CUDA 12, the module is of CUDA 13, which needs driver 580"
+    ):
         probe.check_driver(13)
 
 

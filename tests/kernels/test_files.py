@@ -19,7 +19,6 @@ from tests.gil import Counting
 
 from hicache_kernels import files
 from hicache_kernels.build import compile_module, target_archs
-from hicache_kernels.compilers import find_compiler
 from hicache_kernels.files import Checksum, read_files
 from hicache_kernels.spec import module_specs
 
@@ -33,12 +32,12 @@ def entry(compiled):
 
 
 @pytest.fixture(scope="module")
-def adler(compiled, tmp_path_factory):
+def adler(compiled, cpu_compiler, tmp_path_factory):
     """Functions of a checksum whose halves are those of Adler-32, and the library that counts its states."""
     compiled("files")
     library = tmp_path_factory.mktemp("checksum") / "checksum.so"
     source = Path(__file__).parent / "checksum.cc"
-    command = [find_compiler("cpu").path, "-O2", "-fPIC", "-shared", str(source), "-o", str(library)]
+    command = [cpu_compiler.path, "-O2", "-fPIC", "-shared", str(source), "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True)
     functions = ctypes.CDLL(str(library))
     names = [f"checksum_{name}" for name in Checksum._fields]
@@ -128,11 +127,10 @@ def test_so_many_threads_read_at_once(adler, tmp_path, count, threads, at_once):
     assert functions.checksum_states() == 0
 
 
-def test_all_work_is_done_where_memory_for_threads_runs_out(tmp_path):
-    compiler = find_compiler("cpu")
+def test_all_work_is_done_where_memory_for_threads_runs_out(tmp_path, cpu_compiler):
     source, program = Path(__file__).parent / "run_in_threads.cc", tmp_path / "program"
     headers = Path(files.__file__).parent / "csrc" / "files"
-    command = [compiler.path, "-std=c++17", "-O1", "-pthread", f"-I{headers}", str(source), "-o", str(program)]
+    command = [cpu_compiler.path, "-std=c++17", "-O1", "-pthread", f"-I{headers}", str(source), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
     done = subprocess.run([program], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "100 failed\n" * 4 + "100 all\n"), done.stderr
@@ -309,18 +307,17 @@ if len(sys.argv) > 3:
 
 
 @pytest.mark.usefixtures("entry")
-def test_nothing_is_read_or_written_out_of_bounds(tmp_path):
-    compiler = find_compiler("cpu")
+def test_nothing_is_read_or_written_out_of_bounds(tmp_path, cpu_compiler):
     runtimes = []
     for name in ("libasan.so", "libubsan.so"):
-        asked = [compiler.path, f"-print-file-name={name}"]
+        asked = [cpu_compiler.path, f"-print-file-name={name}"]
         runtimes.append(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
     needs(all(os.path.isabs(runtime) for runtime in runtimes), "the compiler has no sanitizers")
     spec = next(spec for spec in module_specs() if spec.name == "files")
     flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     # Sanitizers leave their symbols to the runtime that is loaded first.
     spec = replace(spec, flags=(*(flag for flag in spec.flags if flag != "-Wl,-z,defs"), *flags))
-    library = compile_module(spec, compiler, target_archs("cpu"), tmp_path)
+    library = compile_module(spec, cpu_compiler, target_archs("cpu"), tmp_path)
 
     def run(*more):
         return subprocess.run(

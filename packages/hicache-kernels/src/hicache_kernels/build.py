@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -13,7 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +29,10 @@ from .trusted_files import UntrustedPathError, make_directory, open_directory, o
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "HICACHE_KERNELS_CACHE"
+NATIVE_FLAG = "-march=native"
 PACKAGE = CSRC.parent
+WHEEL_MODULES = PACKAGE / "modules"
+"""Where a platform wheel carries its modules; other installations have no such directory."""
 _ERROR_LINES = 3
 
 
@@ -37,7 +42,7 @@ class BuildRecord:
 
     Attributes
     ----------
-    name, device_type
+    name, device_type, flags
         The spec's.
     source_key
         :meth:`ModuleSpec.source_key` of the sources it was built from.
@@ -55,6 +60,7 @@ class BuildRecord:
 
     name: str
     device_type: str
+    flags: tuple[str, ...]
     source_key: str
     archs: tuple[str, ...]
     tvm_ffi_version: str
@@ -114,6 +120,24 @@ def target_archs(device_type: str) -> tuple[str, ...]:
     if device_type == "rocm":
         return tuple(sorted({torch.cuda.get_device_properties(d).gcnArchName.split(":")[0] for d in devices}))
     return tuple(sorted({"sm_{}{}".format(*torch.cuda.get_device_capability(d)) for d in devices}))
+
+
+def for_this_machine(spec: ModuleSpec) -> ModuleSpec:
+    """Return the spec as it is built where it runs: code for the CPU may use all that this machine's has."""
+    if spec.device_type != "cpu" or platform.machine() not in ("x86_64", "aarch64"):
+        return spec
+    return dataclasses.replace(spec, flags=(*spec.flags, NATIVE_FLAG))
+
+
+@functools.cache
+def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the features of this machine's processor as Linux lists them, sorted; empty where it lists none."""
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            name, _, features = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return " ".join(sorted(features.split()))
+    return ""
 
 
 def _arch_number(arch: str) -> tuple[int, str]:
@@ -213,6 +237,7 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
     record = BuildRecord(
         name=spec.name,
         device_type=spec.device_type,
+        flags=spec.flags,
         source_key=source_key,
         archs=tuple(archs),
         tvm_ffi_version=tvm_ffi.__version__,
@@ -221,7 +246,7 @@ def compile_module(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], d
         bytes=library.stat().st_size,
     )
     try:
-        record_path(library).write_text(json.dumps(asdict(record), indent=1))
+        record_path(library).write_text(json.dumps(dataclasses.asdict(record), indent=1))
         for path in (library, record_path(library)):
             path.chmod(0o644)
     except OSError as error:
@@ -257,7 +282,7 @@ def read_record(library: Path) -> BuildRecord | None:
             size = os.fstat(descriptor).st_size
             os.close(descriptor)
         fields = json.loads(text)
-        record = BuildRecord(**{**fields, "archs": tuple(fields["archs"])})
+        record = BuildRecord(**{**fields, "archs": tuple(fields["archs"]), "flags": tuple(fields["flags"])})
         return record if size == record.bytes else None
     except UntrustedPathError:
         raise
@@ -274,12 +299,15 @@ def packaged_library(library: Path) -> Path | None:
 def build_key(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str]) -> str:
     """Name of the build in the cache: changes with sources, flags, compiler, architectures and tvm-ffi's headers.
 
+    A build for this machine's processor also changes with that: machines may share a home directory.
+
     Raises
     ------
     FileNotFoundError
         Where a source is missing.
     """
-    parts = (spec.source_key(), compiler.identity, tuple(archs), tvm_ffi.__version__)
+    processor = processor_features() if NATIVE_FLAG in spec.flags else ""
+    parts = (spec.source_key(), spec.flags, processor, compiler.identity, tuple(archs), tvm_ffi.__version__)
     return f"{spec.key}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
 
 

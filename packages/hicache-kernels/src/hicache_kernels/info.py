@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import tvm_ffi
 
-from .build import CACHE_VARIABLE, build_key, cache_directory, library_name, read_record, target_archs
+from .build import CACHE_VARIABLE, build_key, cache_directory, for_this_machine, library_name, read_record, target_archs
 from .compilers import BuildError, compiler_name, find_compiler
-from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt, kept_record
+from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt, kept_record, prefers_build, wheel_library
 from .spec import DEVICE_TYPES, ModuleSpec, module_specs
 from .trusted_files import UntrustedPathError
 
@@ -40,13 +40,13 @@ class ModuleState:
     name, device_type
         The spec's.
     state
-        ``"prebuilt"``, ``"cached"``, ``"to build"``, ``"loaded"`` or ``"unavailable"``.
+        ``"prebuilt"``, ``"in the wheel"``, ``"cached"``, ``"to build"``, ``"loaded"`` or ``"unavailable"``.
     detail
         The library, or the reason.
     note
-        Why a prebuilt library is passed over, else empty.
+        Why a library is passed over, else empty.
     source_key
-        Digest of sources and flags, None where sources are missing.
+        Digest of the sources, None where some are missing.
     """
 
     name: str
@@ -125,31 +125,54 @@ def compiler_state(device_type: str, memory: Path | None = None) -> CompilerStat
 
 def module_state(spec: ModuleSpec, cache: Path | None = None) -> ModuleState:
     """Say what loading ``spec`` would do; builds nothing, loads nothing."""
-    directory = cache_directory() if cache is None else cache
-    note = ""
+    notes: list[str] = []
     source_key = None
     try:
         source_key = spec.source_key()
         archs = target_archs(spec.device_type)
-        prebuilt = os.environ.get(PREBUILT_VARIABLE)
-        if prebuilt:
-            library = Path(prebuilt) / library_name(spec)
+        prebuilt, carried = os.environ.get(PREBUILT_VARIABLE), wheel_library(spec)
+        ways = [("prebuilt", Path(prebuilt) / library_name(spec))] if prebuilt else []
+        last = [("in the wheel", carried)] if carried is not None else []
+        if not prefers_build():
+            ways, last = ways + last, []
+        found = _first_that_fits(spec, archs, ways, notes)
+        if found is None:
             try:
-                check_prebuilt(spec, library, archs)
-                return ModuleState(spec.name, spec.device_type, "prebuilt", str(library), note, source_key)
-            except BuildError as error:
-                note = f"prebuilt passed over: {error}"
-        compiler = find_compiler(spec.device_type, directory)
-        state, detail = "to build", f"for {', '.join(archs)}"
-        entry = directory / build_key(spec, compiler, archs)
-        try:
-            if kept_record(spec, entry) is not None:
-                state, detail = "cached", str(entry / library_name(spec))
-        except UntrustedPathError as error:
-            note = f"cache passed over: {error}"
+                found = _build_state(
+                    for_this_machine(spec), archs, cache_directory() if cache is None else cache, notes
+                )
+            except BuildError:
+                found = _first_that_fits(spec, archs, last, notes)
+                if found is None:
+                    raise
+        state, detail = found
     except (BuildError, OSError) as error:
         state, detail = "unavailable", str(error)
-    return ModuleState(spec.name, spec.device_type, state, detail, note, source_key)
+    return ModuleState(spec.name, spec.device_type, state, detail, "; ".join(notes), source_key)
+
+
+def _first_that_fits(
+    spec: ModuleSpec, archs: Sequence[str], ways: Sequence[tuple[str, Path]], notes: list[str]
+) -> tuple[str, str] | None:
+    """Return state and path of the first finished library that fits, noting why others do not."""
+    for state, library in ways:
+        try:
+            check_prebuilt(spec, library, archs)
+        except BuildError as error:
+            notes.append(f"{state}, passed over: {error}")
+        else:
+            return state, str(library)
+    return None
+
+
+def _build_state(spec: ModuleSpec, archs: Sequence[str], directory: Path, notes: list[str]) -> tuple[str, str]:
+    entry = directory / build_key(spec, find_compiler(spec.device_type, directory), archs)
+    try:
+        if kept_record(spec, entry) is not None:
+            return "cached", str(entry / library_name(spec))
+    except UntrustedPathError as error:
+        notes.append(f"cache passed over: {error}")
+    return "to build", f"for {', '.join(archs)}"
 
 
 def loaded_state(spec: ModuleSpec, loader: ModuleLoader) -> ModuleState:

@@ -18,6 +18,7 @@ import tvm_ffi
 
 from .build import (
     CACHE_VARIABLE,
+    WHEEL_MODULES,
     BuildRecord,
     boot_directory,
     build_key,
@@ -26,10 +27,12 @@ from .build import (
     clear_remains,
     compile_module,
     covers,
+    for_this_machine,
     keep,
     library_name,
     packaged_library,
     read_record,
+    record_path,
     target_archs,
 )
 from .compilers import BuildError, Compiler, find_compiler
@@ -40,6 +43,10 @@ from .trusted_files import UntrustedPathError, open_directory, open_file
 logger = logging.getLogger(__name__)
 
 PREBUILT_VARIABLE = "HICACHE_KERNELS_PREBUILT"
+BUILD_VARIABLE = "HICACHE_KERNELS_BUILD"
+MIN_DRIVERS = {12: 525, 13: 580}
+"""Oldest Linux driver that runs code of a CUDA toolkit, by major version (NVIDIA, CUDA Toolkit release notes, table
+"CUDA Toolkit and Minimum Required Driver Version for CUDA Minor Version Compatibility")."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class LoadOutcome:
     reason
         Why there is none; None where there is one.
     origin
-        ``"prebuilt"``, ``"cache"`` or ``"built"``; None without a module.
+        ``"prebuilt"``, ``"wheel"``, ``"cache"`` or ``"built"``; None without a module.
     path
         The library; it may be gone where the cache could not keep it.
     seconds
@@ -87,11 +94,16 @@ class ModuleLoader:
         Modules on offer; the package's own by default.
     cache
         Directory of builds; None takes :func:`hicache_kernels.build.cache_directory` at each load.
+    wheel
+        Directory of the modules that came with the package; by default, for the package's own specs, the wheel's.
     """
 
-    def __init__(self, specs: Sequence[ModuleSpec] | None = None, *, cache: Path | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[ModuleSpec] | None = None, *, cache: Path | None = None, wheel: Path | None = None
+    ) -> None:
         self._specs = {(s.name, s.device_type): s for s in (module_specs() if specs is None else specs)}
         self._cache = cache
+        self._wheel = WHEEL_MODULES if specs is None and wheel is None else wheel
         # Outcomes only grow; each is made under the lock of its key, so that two modules can build side by side.
         self._outcomes: dict[tuple[str, str], LoadOutcome] = {}
         self._forget_attempts()
@@ -169,8 +181,31 @@ class ModuleLoader:
                 check_prebuilt(spec, library, archs)
                 return open_library(library), "prebuilt", library
             except BuildError as error:
-                warn_once(f"prebuilt module not used, building instead: {error}")
-        return self._load_or_build(spec, archs)
+                warn_once(f"prebuilt module not used: {error}")
+        build_first = prefers_build()
+        carried = None if build_first else self._from_wheel(spec, archs)
+        if carried is not None:
+            return carried
+        try:
+            return self._load_or_build(for_this_machine(spec), archs)
+        except BuildError as error:
+            carried = self._from_wheel(spec, archs) if build_first else None
+            if carried is None:
+                raise
+            warn_once(f"{spec.key} is the wheel's, not one built for this machine: {error}")
+            return carried
+
+    def _from_wheel(self, spec: ModuleSpec, archs: Sequence[str]) -> tuple[tvm_ffi.Module, str, Path] | None:
+        """Load the module that came with the package; None where none did, or it does not fit, which is logged."""
+        library = wheel_library(spec, self._wheel)
+        if library is None:
+            return None
+        try:
+            check_prebuilt(spec, library, archs)
+            return open_library(library), "wheel", library
+        except BuildError as error:
+            warn_once(f"the module in the wheel is not used: {error}")
+            return None
 
     def _load_or_build(self, spec: ModuleSpec, archs: Sequence[str]) -> tuple[tvm_ffi.Module, str, Path]:
         cache = cache_directory() if self._cache is None else self._cache
@@ -217,6 +252,17 @@ class ModuleLoader:
                     logger.warning("the build of %s cannot be kept in %s: %s", spec.key, entry.parent, error)
             # A loaded library stays mapped after its file has gone with the temporary directory.
             return open_library(library), "built", library
+
+
+def prefers_build() -> bool:
+    """Whether the environment asks for modules built for this machine before those that the wheel carries."""
+    return os.environ.get(BUILD_VARIABLE, "0") not in ("", "0")
+
+
+def wheel_library(spec: ModuleSpec, modules: Path | None = WHEEL_MODULES) -> Path | None:
+    """Path of a module that came with the package, whole or not; None where none did."""
+    library = None if modules is None else modules / library_name(spec)
+    return library if library is not None and (library.exists() or record_path(library).exists()) else None
 
 
 @functools.cache
@@ -310,9 +356,10 @@ def check_driver(toolkit_major: int | None) -> None:
         return
     version = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and 0 < version.value // 1000 < toolkit_major:
+        needed = f", which needs driver {MIN_DRIVERS[toolkit_major]}" if toolkit_major in MIN_DRIVERS else ""
         raise BuildError(
-            f"the driver supports CUDA {version.value // 1000}, the compiler is of CUDA {toolkit_major}: "
-            f"install a newer driver, or name an older toolkit with CUDA_HOME"
+            f"the driver supports CUDA {version.value // 1000}, the module is of CUDA {toolkit_major}{needed}: "
+            "install a newer driver, or name an older toolkit with CUDA_HOME"
         )
 
 

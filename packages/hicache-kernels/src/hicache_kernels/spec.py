@@ -77,7 +77,7 @@ class ModuleSpec:
         )
 
     def source_key(self) -> str:
-        """Digest (32 hex digits) of the sources and the flags; equal wherever the package is installed.
+        """Digest (32 hex digits) of the sources; equal wherever the package is installed and whoever compiles them.
 
         Raises
         ------
@@ -87,7 +87,7 @@ class ModuleSpec:
         for source in self.source_files:
             if not source.is_file():
                 raise FileNotFoundError(f"source {source} is missing")
-        digest = hashlib.sha256(repr((self.name, self.device_type, self.flags)).encode())
+        digest = hashlib.sha256(repr((self.name, self.device_type)).encode())
         for name, path in self._named_files():
             content = path.read_bytes()
             digest.update(repr((name, len(content))).encode())

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 
 from ..build import CACHE_VARIABLE
-from ..probe import PREBUILT_VARIABLE
+from ..probe import BUILD_VARIABLE, PREBUILT_VARIABLE
 from ..spec import TRANSFER_MODULES
 
 BUILD_CORES = 2
@@ -47,7 +47,7 @@ def cold_build_seconds(
         environment = {name: value for name, value in os.environ.items() if name != PREBUILT_VARIABLE}
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, device_type, str(cores), *modules],
-            env={**environment, CACHE_VARIABLE: cache},
+            env={**environment, CACHE_VARIABLE: cache, BUILD_VARIABLE: "1"},
             capture_output=True,
             text=True,
             check=False,
