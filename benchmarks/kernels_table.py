@@ -53,18 +53,18 @@ def quota_table(report: Report) -> str:
     for policy, quota in ways:
         name = policy if quota is None else f"{policy}, {quota} CTA{'s' * (quota != 1)}"
         idle = [idle_share(report, policy, quota, direction) for direction in (Direction.WRITE_BACK, Direction.LOAD)]
-        beside = [
+        disturbed = [
             shown.get((policy, quota, workload, direction), "")
             for direction in (Direction.WRITE_BACK, Direction.LOAD)
             for workload in ("prefill", "decode")
         ]
-        rows.append([name, *idle, *beside])
-    graphs = [f"{workload} beside {way}" for way in ("D2H", "H2D") for workload in ("prefill", "decode")]
+        rows.append([name, *idle, *disturbed])
+    graphs = [f"{workload} during {way}" for way in ("D2H", "H2D") for workload in ("prefill", "decode")]
     return table(("transfer", "D2H", "H2D", *graphs), rows)
 
 
 def idle_share(report: Report, policy: str, quota: int | None, direction: Direction) -> str:
-    """Share of a plain copy with no compute beside it: the quota's own case, or the worst run of the staged grid."""
+    """Share of a plain copy with no compute next to it: the quota's own case, or the worst run of the staged grid."""
     ratios = [
         result.measurement.ratio
         for result in report.cases

@@ -21,8 +21,8 @@ from tiny_model import DEVICE, DTYPE, HEAD_DIM, KV_HEADS, LAYERS, MAX_TOKENS, VO
 from torch.nn.functional import scaled_dot_product_attention
 
 from hicache_controller import Ack, Fingerprint, HiCacheController, StorageSettings, UnifiedRadixCache
+from hicache_controller.policies import PrefetchPolicy
 from hicache_controller.storage.file import FileStorage
-from hicache_controller.storage_worker import PrefetchPolicy
 from hicache_controller.tree import Match, Pages, Prefetching, SequenceKeys
 from hicache_pools import ExtentAllocator, HostPoolGroup, MHATokenToKVPool, MHATokenToKVPoolHost, PoolEntry, PoolName
 

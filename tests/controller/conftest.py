@@ -23,7 +23,7 @@ from tests.conftest import needs
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_pools.device_pools import MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
@@ -209,8 +209,10 @@ class Stack:
         host, rows = self.written(pages)
         keys = self.keys(pages)
         self.controller.backup(host, keys, parents=[None, *keys[:-1]], node_id=node_id)
-        (ack,) = self.controller.poll_backups(wait=True)
-        assert (ack.stored_pages, ack.error) == (pages, None)
+        acks: list[Any] = []
+        while not acks:  # a storage with a short timeout is not waited for twice
+            acks = self.controller.poll_backups(wait=True)
+        assert [(ack.stored_pages, ack.error) for ack in acks] == [(pages, None)]
         self.controller.evict_host(host)
         self.host_pool.buffer.random_(0, 256)
         return keys, rows

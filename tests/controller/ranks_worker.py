@@ -13,7 +13,7 @@ import torch.distributed
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
 from hicache_pools.host_pools import NullPoolHost

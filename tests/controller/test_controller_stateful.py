@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 
 DEVICE_PAGES, HOST_PAGES = 12, 10
 

@@ -7,7 +7,7 @@ from hicache_controller.controller import HiCacheController
 from hicache_controller.hybrid import HybridCacheController, SidecarPoolSpec
 from hicache_controller.layer_map import layer_plan
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_pools.device_pools import DSATokenToKVPool, MambaPool, MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry

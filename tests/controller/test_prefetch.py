@@ -6,10 +6,13 @@ import threading
 import pytest
 import torch
 
+from hicache_controller.devices import CpuDevice
+from hicache_controller.policies import PrefetchPolicy
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings, no_page_get, no_page_set
-from hicache_controller.storage_worker import PrefetchPolicy, StorageTask, StorageThread
+from hicache_controller.storage_settings import StorageSettings
+from hicache_controller.storage_tasks import StorageTask
+from hicache_controller.worker import Worker, WorkerStoppedError
 from hicache_pools.group import PoolEntry
 from hicache_pools.host_pools import MHATokenToKVPoolHost
 
@@ -354,30 +357,32 @@ def test_a_backend_of_tensors_works_too(make_stack):
     assert stack.same(stack.loaded(host[:16]), rows)
 
 
-def test_page_functions_are_chosen_at_attach_and_restored_at_detach(make_stack):
+def test_any_kind_of_backend_can_follow_another(make_stack):
     stack = make_stack()
-    link = stack.controller.storage
-    assert (link.page_get_func, link.page_set_func) == (no_page_get, no_page_set)
-    host, _ = stack.written(2)
+    host, rows = stack.written(2)
     for backend in (stack.storage, TensorStorage(), stack.storage):
         stack.controller.attach_storage_backend(backend)
         assert stack.controller.has_storage
+        assert stack.controller.storage.backend is backend
         keys = stack.keys(2)
-        assert link.page_set_func(keys, host, [None, keys[0]], "kv") == [True, True]
-        assert link.page_get_func(keys, host, "kv") == [True, True]
+        stack.controller.backup(host, keys, parents=[None, keys[0]], node_id=1)
+        (ack,) = stack.controller.poll_backups(wait=True)
+        assert (ack.stored_pages, ack.error) == (2, None)
         assert backend.batch_exists(keys) == 2
+        fetched = stack.group.alloc(8)
+        assert stack.controller.prefetch(fetched, keys, request_id="r").wait() == 2
+        assert stack.same(stack.loaded(fetched), rows)
+        stack.controller.evict_host(fetched)
         assert stack.controller.detach_storage_backend() is backend
-        assert (link.page_get_func, link.page_set_func) == (no_page_get, no_page_set)
-        assert link.page_get_func(keys, host, "kv") == [False, False]
         assert not stack.controller.has_storage
+        assert stack.controller.storage_exists(keys) == 0
 
 
 def test_attach_twice_and_detach_without_a_backend_raise_and_change_nothing(make_stack):
     stack = make_stack(storage=True)
-    functions = stack.controller.storage.page_get_func
     with pytest.raises(RuntimeError, match="a storage backend is attached"):
         stack.controller.attach_storage_backend(TensorStorage())
-    assert stack.controller.storage.page_get_func is functions
+    assert stack.controller.storage.backend is stack.storage
     stack.controller.detach_storage_backend()
     for call in (
         stack.controller.detach_storage_backend,
@@ -474,7 +479,7 @@ def test_shutdown_ends_a_backup_behind_the_batch_that_is_stored(make_stack, in_t
     stack.storage.set_gate.close()
     stack.controller.backup(host, keys, node_id=1)
     stack.storage.set_gate.wait_entered()
-    stopping = stack.controller.storage._attached.backups.stopping
+    stopping = stack.controller.storage._attached.calls.stopping
     shutdown = in_thread(stack.controller.shutdown)
     assert stopping.wait(30)
     stack.storage.set_gate.open()
@@ -492,30 +497,26 @@ def test_settings_out_of_range_raise():
         StorageSettings(prefetch_policy="eventually")
 
 
-def test_a_storage_thread_survives_what_its_work_raises(make_stack):
-    def work(task):
-        raise KeyError("broken")
+class Raises(StorageTask):
+    def __init__(self, error):
+        super().__init__(())
+        self.raised = error
 
-    thread = StorageThread("t", work, lambda task: None, queue_pages=10, synchronous=False)
-    tasks = [StorageTask((), ()), StorageTask((), ())]
-    for task in tasks:
-        assert thread.submit(task, timeout=30)
-        task.host_ready.synchronize()
-        assert isinstance(task.error, KeyError)
-    assert thread.close(30)
-    assert not thread.submit(StorageTask((), ()), timeout=0)
+    def _move(self):
+        raise self.raised
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_storage_thread_survives_what_is_no_exception(make_stack, caplog):
-    def work(task):
-        raise asyncio.CancelledError
-
-    thread = StorageThread("t", work, lambda task: None, queue_pages=10, synchronous=False)
+@pytest.mark.parametrize("error", [KeyError("broken"), asyncio.CancelledError()])
+def test_what_a_storage_operation_raises_is_its_error_and_the_next_one_runs(error, caplog):
+    worker = Worker("worker", CpuDevice(), max_pages=10)
     for _ in range(2):
-        task = StorageTask((), ())
-        assert thread.submit(task, timeout=30)
+        task = Raises(error)
+        assert worker.submit(task)
         assert task.host_ready.synchronize(30)
-        assert isinstance(task.error, asyncio.CancelledError)
-    assert thread.close(30)
-    assert "no Exception" in caplog.text
+        assert task.error is error
+    assert worker.close(30)
+    assert ("not an Exception" in caplog.text) == isinstance(error, asyncio.CancelledError)
+    late = Raises(error)
+    assert not worker.submit(late)
+    assert isinstance(late.error, WorkerStoppedError)

@@ -7,7 +7,7 @@ import pytest
 
 from hicache_controller.events import HostSignal
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 
 
 def test_storage_that_hangs_is_a_miss_and_is_left_alone_for_a_while(make_stack):
@@ -20,7 +20,7 @@ def test_storage_that_hangs_is_a_miss_and_is_left_alone_for_a_while(make_stack):
     lookup._pause._pause = lookup._pause._until = math.inf
     assert stack.controller.storage_exists(keys) == 0
     stack.storage.exists_gate.open()
-    lookup.thread.drain(30)
+    lookup.worker.drain(30)
     assert stack.controller.storage_exists(keys) == 0
     assert stack.storage.exists_gate.calls == 1
     assert stack.controller.metrics.snapshot().total("storage_timeouts", operation="exists") == 1
@@ -90,7 +90,7 @@ def test_a_slow_backup_is_drained_for_as_long_as_storage_gets_on(make_stack, mon
             return synchronize(signal, timeout)
         waits.append(timeout)
         if len(waits) < 4:
-            storage._attached.mover.backup_calls += 1
+            storage._attached.calls.backups += 1
             return False
         stack.storage.set_gate.open()
         return synchronize(signal, timeout)
@@ -147,17 +147,17 @@ def test_reset_gives_up_on_a_storage_that_hangs_and_frees_nothing_it_uses(make_s
 
 
 @pytest.mark.parametrize("what", ["detach", "shutdown"])
-def test_ending_waits_for_a_storage_that_hangs_once_for_all_its_threads(make_stack, monkeypatch, what):
+def test_ending_waits_for_a_storage_that_hangs_once_for_all_its_workers(make_stack, monkeypatch, what):
     stack = make_stack(storage=True)
     controller = stack.controller
     host, _ = stack.written(2)
     stack.storage.set_gate.close()
     controller.backup(host, stack.keys(2), node_id=1)
     stack.storage.set_gate.wait_entered()
-    threads, waits = controller.storage._attached.threads, []
-    for thread in threads:
-        close = thread.close
-        monkeypatch.setattr(thread, "close", lambda timeout, close=close: (waits.append(timeout), close(timeout))[1])
+    workers, waits = controller.storage._attached.workers, []
+    for worker in workers:
+        close = worker.close
+        monkeypatch.setattr(worker, "close", lambda timeout, close=close: (waits.append(timeout), close(timeout))[1])
     end = controller.detach_storage_backend if what == "detach" else controller.shutdown
     end(timeout=0.25)
     assert len(waits) == 3
@@ -206,16 +206,15 @@ def test_what_came_before_a_prefetch_hung_counts_and_can_be_loaded_at_once(make_
     keys, rows = stack.stored(3)
     stack.wait_at_most(0.01)
     host = stack.group.alloc(12)
-    mover = stack.controller.storage._attached.mover
-    page_get, entered, opened = mover.page_get, threading.Event(), threading.Event()
+    batch_get, entered, opened = stack.storage.batch_get, threading.Event(), threading.Event()
 
-    def hang_at_the_second(names, *arguments):
+    def hang_at_the_second(names, *arguments, **options):
         if names != keys[:1]:
             entered.set()
             assert opened.wait(30)
-        return page_get(names, *arguments)
+        return batch_get(names, *arguments, **options)
 
-    mover.page_get = hang_at_the_second
+    stack.storage.batch_get = hang_at_the_second
     operation = stack.controller.prefetch(host, keys, request_id="r")
     assert entered.wait(30)
     assert stack.controller.finish_prefetch(operation) == 1

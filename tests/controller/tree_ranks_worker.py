@@ -17,7 +17,7 @@ from hicache_controller.controller import HiCacheController
 from hicache_controller.hashing import page_hashes
 from hicache_controller.storage.faults import FaultyStorage
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_controller.tree import UnifiedRadixCache
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry

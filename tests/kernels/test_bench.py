@@ -32,7 +32,7 @@ from hicache_kernels.bench.interference import Duplex
 from hicache_kernels.bench.pool import host_pages
 from hicache_kernels.bench.report import CaseResult
 from hicache_kernels.cli import app
-from hicache_kernels.planner import CPU
+from hicache_kernels.constants import CPU
 from hicache_kernels.staging import Direction
 
 TINY = Shape(64, 3, 2)
@@ -104,7 +104,7 @@ def test_a_pool_is_measured_again_while_plain_copies_are_slow(monkeypatch: pytes
     real = bench_report.measure_case
 
     def copies(_: Buffers, direction: Direction, count: int) -> list[float]:
-        # The first six are before any pool, then come two before and two behind each, in either direction.
+        # The first six are before any pool, then come two before and two after each, in either direction.
         taken = [next(copied) for _ in range(count)]
         return [1.06 if 12 <= place < 12 + 8 * slow and direction is Direction.LOAD else 1.0 for place in taken]
 
@@ -210,11 +210,11 @@ def test_each_target_holds_and_fails_where_it_should(report: Report, what: str, 
 
 
 def test_targets_of_graphs_and_both_directions(report: Report) -> None:
-    beside = Disturbance("decode", Direction.LOAD, "staged", None, 1.02, 0.9)
-    what = "graph beside a staged transfer: of its time alone"
-    assert targets_of(report, disturbances=[beside])[what] is True
-    assert targets_of(report, disturbances=[beside, dataclasses.replace(beside, slowdown=1.04)])[what] is False
-    assert targets_of(report, disturbances=[dataclasses.replace(beside, policy="direct", slowdown=2.0)])[what] is None
+    graph = Disturbance("decode", Direction.LOAD, "staged", None, 1.02, 0.9)
+    what = "graph next to a staged transfer: of its time alone"
+    assert targets_of(report, disturbances=[graph])[what] is True
+    assert targets_of(report, disturbances=[graph, dataclasses.replace(graph, slowdown=1.04)])[what] is False
+    assert targets_of(report, disturbances=[dataclasses.replace(graph, policy="direct", slowdown=2.0)])[what] is None
     what = "both directions at once, staged, runs: of two plain copies"
     assert targets_of(report, duplex=Duplex(97e9, 93e9, 0.96))[what] is True
     assert targets_of(report, duplex=Duplex(97e9, 90e9, 0.93))[what] is False

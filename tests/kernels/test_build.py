@@ -15,7 +15,7 @@ import pytest
 from tests.kernels.workshop import SOURCE, Workshop, add, in_child
 
 from hicache_kernels import build, compilers, info, probe
-from hicache_kernels.ahead import build_ahead
+from hicache_kernels.aot import build_aot
 from hicache_kernels.probe import ModuleLoader
 from hicache_kernels.spec import ModuleSpec, module_specs
 
@@ -192,7 +192,9 @@ def test_a_change_of_what_goes_in_builds_anew(workshop: Workshop, monkeypatch: p
     elif change == "new file":
         (workshop.csrc / "main" / "more.h").write_text("")
     elif change == "flags":
-        specs = tuple(ModuleSpec(s.name, s.device_type, s.sources, s.include_dirs, (*s.flags, "-g")) for s in specs)
+        specs = tuple(
+            ModuleSpec(s.name, s.device_type, s.source_files, s.include_dirs, (*s.flags, "-g")) for s in specs
+        )
     else:
         version = "case $1 in --version) echo another; exit;; esac\nexec"
         workshop.compiler.write_text(workshop.compiler.read_text().replace("exec", version))
@@ -310,7 +312,7 @@ def test_probe_turns_any_exception_into_a_reason(
 
 
 def prebuild(workshop: Workshop, out: Path) -> Path:
-    (result,) = build_ahead(["cpu"], out, specs=[workshop.spec()])
+    (result,) = build_aot(["cpu"], out, specs=[workshop.spec()])
     assert result.library is not None, result.error
     return result.library
 
@@ -367,7 +369,7 @@ def test_ahead_of_time_build_replaces_and_reports_errors(workshop: Workshop, tmp
     library = prebuild(workshop, out)
     before = library.read_bytes()
     (workshop.csrc / "include" / "shared.h").write_text("#error broken\n")
-    (result,) = build_ahead(["cpu"], out, specs=[workshop.spec()])
+    (result,) = build_aot(["cpu"], out, specs=[workshop.spec()])
     assert result.library is None
     assert result.error is not None
     assert "broken" in result.error

@@ -1,4 +1,4 @@
-"""A process that ends while it builds leaves no compiler, no lock, no half module and no directory behind."""
+"""A process that ends while it builds leaves no compiler, no lock, no half module and no directory."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Compiled code is loaded only from where nobody but this user and root can have written it."""
+"""Compiled code is loaded only from where only this user and root can have written it."""
 
 import logging
 import os
@@ -10,8 +10,8 @@ import pytest
 from tests.kernels.workshop import Workshop, add
 
 from hicache_kernels import build, calibrate, info
-from hicache_kernels.ahead import build_ahead
-from hicache_kernels.planner import H200
+from hicache_kernels.aot import build_aot
+from hicache_kernels.constants import H200
 from hicache_kernels.probe import ModuleLoader
 
 STRANGER = 12345
@@ -48,7 +48,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_whatever_the_umask_nobody_else_can_read_or_write_the_cache(
+def test_whatever_the_umask_no_other_user_can_read_or_write_the_cache(
     workshop: Workshop, tmp_path: Path, umask: int
 ) -> None:
     before = os.umask(umask)
@@ -142,7 +142,7 @@ def test_a_prebuilt_module_that_another_user_may_have_written_is_not_loaded(
     what: str,
     how: str,
 ) -> None:
-    (result,) = build_ahead(["cpu"], tmp_path / "out", specs=[workshop.spec()])
+    (result,) = build_aot(["cpu"], tmp_path / "out", specs=[workshop.spec()])
     assert result.library is not None, result.error
     library = result.library
     planted = {"directory": library.parent, "library": library, "record": library.with_suffix(".json")}[what]
@@ -158,7 +158,7 @@ def test_a_prebuilt_module_that_another_user_may_have_written_is_not_loaded(
 def test_modules_inside_the_package_are_trusted_as_its_python_files_are(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (result,) = build_ahead(["cpu"], tmp_path / "package" / "modules", specs=[workshop.spec()])
+    (result,) = build_aot(["cpu"], tmp_path / "package" / "modules", specs=[workshop.spec()])
     assert result.library is not None, result.error
     plant(result.library.parent, "others may write")
     monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(result.library.parent))
@@ -173,7 +173,7 @@ def test_modules_built_ahead_are_loaded_whatever_the_umask_was(
 ) -> None:
     before = os.umask(0)
     try:
-        (result,) = build_ahead(["cpu"], tmp_path / "out", specs=[workshop.spec()])
+        (result,) = build_aot(["cpu"], tmp_path / "out", specs=[workshop.spec()])
     finally:
         os.umask(before)
     assert result.library is not None, result.error

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hicache_kernels import jit_kernel, jit_kernel_reference, row_copy
 from hicache_kernels.pointer_tables import pointer_table, remembered_layers
+from hicache_kernels.probe import unavailable_reason
 
 WAYS = pytest.mark.parametrize("calls", [jit_kernel, jit_kernel_reference], ids=["compiled", "torch"])
 
@@ -68,7 +69,7 @@ def test_staging_for_64_pages_takes_any_number_of_them(calls, pages):
     page_size, layers, size = random.choice([1, 2, 16]), random.choice([1, 3]), random.choice([16, 48])
     total = (pages + 2) * page_size
     src = [random_bytes(total, size) for _ in range(layers)]
-    dst = random_bytes(total, layers + 1, size)  # one layer more: guard bytes behind every slot
+    dst = random_bytes(total, layers + 1, size)  # one layer more: guard bytes after every slot
     before = dst.clone()
     indices = [slots_of(torch.randperm(pages + 2)[:pages], page_size) for _ in range(2)]
     before[indices[1], :layers] = torch.stack(src, 1)[indices[0]]
@@ -96,6 +97,17 @@ def test_guard_bytes_around_staged_pages_stay(calls, destinations):
         pointer_table(src), sources, slots, random_bytes(8, 3, 32), dst, page_size=4
     )
     assert torch.equal(whole, want)
+
+
+def test_staging_memory_that_kernels_cannot_address_is_refused():
+    if unavailable_reason("staged", "cpu") is not None:
+        pytest.skip("plain torch copies from any address")
+    src, slots = [random_bytes(8, 16) for _ in range(2)], slots_of(torch.tensor([1, 0]), 4)
+    staging = random_bytes(8 * 2 * 16 + 2)[2:].view(8, 2, 16)
+    with pytest.raises(ValueError, match=r"staging memory for ptr_src starts at 0x.*multiple of 4 bytes"):
+        jit_kernel.transfer_hicache_all_layer_mla_staged_lf_pf(
+            pointer_table(src), slots, slots, staging, random_bytes(8, 2, 16), page_size=4
+        )
 
 
 def one_layer(**changes):

@@ -9,7 +9,7 @@ from tests.conftest import needs
 from tests.processes import faults_of_import_orders, run_within_a_gib
 from typer.testing import CliRunner
 
-from hicache_kernels.ahead import group_archs
+from hicache_kernels.aot import group_archs
 from hicache_kernels.build import read_record
 from hicache_kernels.cli import app
 from hicache_kernels.compilers import BuildError, find_compiler

@@ -1,4 +1,4 @@
-"""Many files read in one call: every byte in its place, what is no such file told, and the GIL free meanwhile."""
+"""Many files read in one call: every byte in its place, what is no such file reported, and the GIL free meanwhile."""
 
 import ctypes
 import errno
@@ -141,7 +141,7 @@ def test_all_work_is_done_where_memory_for_threads_runs_out(tmp_path):
 @pytest.mark.usefixtures("entry")
 def test_what_is_not_a_file_of_that_size_is_told_and_not_read(tmp_path):
     good = written(tmp_path / "good", 1000)
-    os.mkfifo(tmp_path / "pipe")  # nobody writes: a read would not end
+    os.mkfifo(tmp_path / "pipe")  # without a writer a read would not end
     (tmp_path / "link").symlink_to(good)
     written(tmp_path / "short", 999)
     written(tmp_path / "long", 1001)

@@ -19,7 +19,7 @@ def random_bytes(*shape: int) -> torch.Tensor:
 
 
 class TwoSided:
-    """Memory of the device side behind a host buffer, where ``cuts`` (with 0) begin registrations of their own."""
+    """Memory of the device side of a host buffer, where ``cuts`` (with 0) begin registrations of their own."""
 
     def __init__(self, host: torch.Tensor, cuts: Sequence[int] = (0,), gaps: Sequence[int] = (0,)) -> None:
         whole = random_bytes(host.nbytes + sum(gaps) + 16)

@@ -142,7 +142,7 @@ def test_a_capture_never_gets_the_uploads_of_an_earlier_call(monkeypatch):
 
 
 class Event:
-    """An event that comes when it is told to."""
+    """An event that comes when a test says so."""
 
     def __init__(self):
         self.come = True
@@ -208,7 +208,7 @@ def on_device(reader, monkeypatch, stream, *, capturing):
 
 
 def test_what_a_graph_captured_serves_no_call_outside(monkeypatch):
-    """Its widened copies have bytes while the graph runs alone. (Lists on ``meta`` stand for those on a GPU.)"""
+    """Its widened copies have bytes while the graph runs alone. (Lists on ``meta`` act as those on a GPU.)"""
     device = torch.device("meta")
     reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
     stream, host = object(), torch.empty(4, dtype=torch.int64, device=device)
@@ -221,13 +221,13 @@ def test_what_a_graph_captured_serves_no_call_outside(monkeypatch):
 
 
 def test_a_widened_copy_of_a_list_on_the_device_is_made_for_each_call(monkeypatch):
-    """Torch can write to such a list between two layers, and nobody on the CPU sees it."""
+    """Torch can write to such a list between two layers, and the CPU does not see it."""
     device = torch.device("meta")
     reader = IndexReader(page_size=1, host_slots=9, device_slots=9, device=device, scan=None, upload=None)
     stream, host = object(), torch.arange(4)
     slots = torch.empty(4, dtype=torch.int32, device=device)
     indices = on_device(reader, monkeypatch, stream, capturing=False)(host, slots)
-    first, second = reader.both_slots(indices, stream), reader.both_slots(indices, stream)
+    first, second = reader.on_device(indices, stream, both=True), reader.on_device(indices, stream, both=True)
     assert first[1].dtype is second[1].dtype is torch.int64
     assert first[1] is not second[1]
     assert indices.device_slots is slots
@@ -243,23 +243,23 @@ def test_uploads_go_back_with_their_indices_and_not_before(uploads, compiled, dt
     stream = SimpleNamespace(cuda_stream=0)
     host, device = (torch.randperm(99)[:7].to(dtype) for dtype in dtypes)
     indices = reader.read(host, device, stream)
-    host_slots, device_slots = reader.both_slots(indices, stream)
+    host_slots, device_slots = reader.on_device(indices, stream, both=True)
     assert torch.equal(host_slots, host.long())
     assert torch.equal(device_slots, device.long())
-    assert reader.device_slots(indices, stream) is device_slots
+    assert reader.on_device(indices, stream, both=False)[1] is device_slots
     (upload,) = indices.uploads
     other = reader.read(device, host, stream)
-    reader.device_slots(other, stream)
+    reader.on_device(other, stream, both=False)
     assert other.uploads[0] is not upload
     reader.done(indices, stream)
     del indices
     third = reader.read(host, device, stream)
-    reader.device_slots(third, stream)
+    reader.on_device(third, stream, both=False)
     assert third.uploads[0] is not upload
     assert torch.equal(host_slots, host.long())
     upload.event.come = True
     fourth = reader.read(host, device, stream)
-    reader.device_slots(fourth, stream)
+    reader.on_device(fourth, stream, both=False)
     assert fourth.uploads[0] is upload
 
 

@@ -7,15 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_kernels import HostLayout
+from hicache_kernels.constants import DIRECT_CEILING, H200, DeviceConstants, DirectionConstants
 from hicache_kernels.planner import (
-    DIRECT_CEILING,
-    H200,
     SHORT_ROW_BYTES,
     STAGED_PREFERENCE,
     SUBMIT_MARGIN,
     Availability,
-    DeviceConstants,
-    DirectionConstants,
     PathUnavailableError,
     Plan,
     Work,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache_kernels import calibrate
-from hicache_kernels.planner import CPU, H200, DeviceConstants
+from hicache_kernels.constants import CPU, H200, DeviceConstants
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_figures_of_a_busy_device_are_not_read_either(tmp_path: Path) -> None:
         ({"load": dataclasses.replace(H200.load, direct_rates=())}, "not positive"),
     ],
 )
-def test_each_implausible_figure_is_named(change: dict[str, Any], reason: str) -> None:
-    assert calibrate.implausible(H200) is None
-    assert reason in str(calibrate.implausible(dataclasses.replace(H200, **change)))
+def test_each_wrong_figure_is_named(change: dict[str, Any], reason: str) -> None:
+    assert calibrate.wrong_figure(H200) is None
+    assert reason in str(calibrate.wrong_figure(dataclasses.replace(H200, **change)))
 
 
 def test_the_cpu_has_fixed_constants() -> None:

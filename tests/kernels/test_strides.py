@@ -20,10 +20,10 @@ def now() -> None:
 
 @st.composite
 def nests(draw):
-    """Strides of a pool whose axes nest in any order with a gap behind each step, and its components."""
-    granule = draw(st.sampled_from([4, 16]))
-    gap = st.sampled_from([0, 0, granule, 3 * granule, 256])
-    elements = [granule * n for n in draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))]
+    """Strides of a pool whose axes nest in any order with a gap after each step, and its components."""
+    alignment = draw(st.sampled_from([4, 16]))
+    gap = st.sampled_from([0, 0, alignment, 3 * alignment, 256])
+    elements = [alignment * n for n in draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))]
     counts = {
         "page": 6 + draw(st.integers(0, 3)),
         "layer": draw(st.integers(1, 5)),
@@ -39,14 +39,14 @@ def nests(draw):
         strides[axis] = step
         step = step * counts[axis] + draw(gap)
     placed = [HostStrides(start, strides["page"], strides["layer"], strides["slot"]) for start in offsets]
-    return granule, elements, counts, placed, step + 256 + sum(offsets)
+    return alignment, elements, counts, placed, step + 256 + sum(offsets)
 
 
 @pytest.mark.parametrize("destinations", GUARDED)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(nest=nests(), data=st.data())
 def test_bytes_between_rows_stay_whatever_the_order_of_the_axes(pools, compiled, nest, data, destinations):
-    granule, elements, counts, placed, size = nest
+    alignment, elements, counts, placed, size = nest
     pages, page_size = counts["page"], counts["slot"]
     buffer = torch.empty(size, dtype=torch.uint8)
     planes, rows = [], []
@@ -62,7 +62,7 @@ def test_bytes_between_rows_stay_whatever_the_order_of_the_axes(pools, compiled,
     ring = StagingRing("cpu", pages=data.draw(st.sampled_from([1, 2, 64])))
     transfer = PlaneTransfer(planes, boundaries=boundaries, ring=ring)
     host, device = pool.slots(destinations), pool.slots([6, 0, 3])
-    policy = data.draw(st.sampled_from(PATHS if granule == 16 and transfer.capabilities().staged else ("direct",)))
+    policy = data.draw(st.sampled_from(PATHS if alignment == 16 and transfer.capabilities().staged else ("direct",)))
     pool.check_write_back(host, device, transfer.write_back, now, policy=policy)
     layer = data.draw(st.one_of(st.none(), st.integers(0, counts["layer"] - 1)))
     pool.check_load(host, device, transfer.load, now, layer=layer, policy=policy)

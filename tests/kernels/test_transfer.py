@@ -18,6 +18,7 @@ from hicache_kernels import (
     PlaneTransfer,
     host_strides,
     movers,
+    paths,
     planner,
     transfer,
 )
@@ -179,8 +180,8 @@ def test_pools_of_different_page_sizes_share_a_ring(pools, compiled):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", ["slot_major", "strided", "block_major", "joint_blocks", "head_major"])
 def test_runs_on_both_sides_are_copied_without_staging(pools, compiled, monkeypatch, layout, form):
-    monkeypatch.setattr(movers, "LEAST_COPY_BYTES", 1)
-    monkeypatch.setattr(movers, "LEAST_COPY_WIDTH", 1)
+    monkeypatch.setattr(movers, "MIN_COPY_BYTES", 1)
+    monkeypatch.setattr(movers, "MIN_COPY_WIDTH", 1)
     pool = pools.random_pool(layout, (64, 32), pages=20, form=form, gap=random.choice([0, 16]))
     boundaries = sorted(random.sample(range(1, 1000), 3))
     transfer_ = PlaneTransfer(pool.planes, policy="staged", boundaries=boundaries)
@@ -249,9 +250,9 @@ def test_rows_that_are_no_multiple_of_4_bytes_take_the_reference(pools, compiled
 
 
 def test_without_a_compiler_the_reference_takes_over_and_says_so_once(pools, monkeypatch, caplog):
-    monkeypatch.setattr(transfer, "load_module", lambda name, device_type: None)
-    monkeypatch.setattr(transfer, "unavailable_reason", lambda name, device_type: f"no compiler for {name}")
-    transfer.warn_once.cache_clear()
+    monkeypatch.setattr(paths, "load_module", lambda name, device_type: None)
+    monkeypatch.setattr(paths, "unavailable_reason", lambda name, device_type: f"no compiler for {name}")
+    paths.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             pool = pools.random_pool("page_first")
@@ -410,9 +411,9 @@ def test_a_ring_of_another_device_is_refused(pools):
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("layout", list(HostLayout))
-def test_the_planner_is_told_the_layout_that_the_strides_have(pools, layout, page_size, layers, elements):
+def test_the_planner_gets_the_layout_that_the_strides_have(pools, layout, page_size, layers, elements):
     pool = pools.random_pool(layout, elements, layers=layers, pages=7, page_size=page_size)
-    found = PlaneTransfer(pool.planes)._layout
+    found = PlaneTransfer(pool.planes)._plans._layout
     if layout is HostLayout.PAGE_FIRST and page_size == 1:
         assert found is HostLayout.PAGE_FIRST_DIRECT  # the same bytes in the same places
     elif layers == 1 and layout is HostLayout.PAGE_FIRST:
@@ -425,8 +426,8 @@ def test_operations_of_one_shape_are_planned_once(pools, monkeypatch):
     pool = pools.random_pool("page_first", (64,), pages=8, page_size=2)
     transfer = PlaneTransfer(pool.planes)
     planned = []
-    plan_anew = transfer._plan_anew
-    monkeypatch.setattr(transfer, "_plan_anew", lambda *given: planned.append(given) or plan_anew(*given))
+    plan = transfer._plans._plan
+    monkeypatch.setattr(transfer._plans, "_plan", lambda *given: planned.append(given) or plan(*given))
     for pages in ([0, 1], [4, 5], [2, 3]):
         transfer.write_back(pool.slots(pages), pool.slots(pages))
     assert len(planned) == 1

@@ -12,7 +12,7 @@ import torch
 import tvm_ffi
 from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
-from hicache_kernels import HostLayout, PlaneTransfer, movers, transfer
+from hicache_kernels import HostLayout, PlaneTransfer, movers, paths
 from hicache_kernels.spec import CSRC
 from hicache_kernels.staging import StagingRing
 
@@ -51,8 +51,8 @@ def emulated(tmp_path_factory):
 
 @pytest.fixture
 def emulated_transfers(emulated, monkeypatch):
-    monkeypatch.setattr(transfer, "load_module", lambda name, device_type: emulated[name])
-    monkeypatch.setattr(transfer, "unavailable_reason", lambda name, device_type: None)
+    monkeypatch.setattr(paths, "load_module", lambda name, device_type: emulated[name])
+    monkeypatch.setattr(paths, "unavailable_reason", lambda name, device_type: None)
     monkeypatch.setattr(movers, "DIRECT_THREADS", 64)
     monkeypatch.setattr(movers, "STAGED_THREADS", 32)
 
@@ -109,7 +109,7 @@ def test_copies_of_several_layers_fill_every_row(pools, emulated_transfers, layo
     pool = pools.random_pool(layout, random.choice([(64, 128), (512,)]), layers=layers, pages=9, page_size=2)
     transfer_ = PlaneTransfer(pool.planes, ring=StagingRing("cpu", pages=random.choice([2, 64])), policy="staged")
     host, device = pool.slots(pools.random_pages(9, 7, runs=True)), pool.slots(torch.randperm(10)[:7])
-    mover, _ = transfer_._staged
+    mover = transfer_._paths.staged
 
     def load(host, device, *, layer):
         assert layer is None
@@ -125,5 +125,5 @@ def test_wide_rows_of_short_runs_and_runs_on_both_sides(pools, emulated_transfer
     for host, device in (([1, 2, 3, 7, 8], [4, 0, 9, 8, 2]), ([1, 2, 3, 7, 8], [1, 2, 3, 4, 5])):
         pool.check_write_back(pool.slots(host), pool.slots(device), transfer_.write_back, now)
         pool.check_load(pool.slots(host), pool.slots(device), transfer_.load, now)
-        monkeypatch.setattr(movers, "LEAST_COPY_BYTES", 1)
-        monkeypatch.setattr(movers, "LEAST_COPY_WIDTH", 1)
+        monkeypatch.setattr(movers, "MIN_COPY_BYTES", 1)
+        monkeypatch.setattr(movers, "MIN_COPY_WIDTH", 1)

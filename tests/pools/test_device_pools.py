@@ -1,5 +1,7 @@
 """Device pools describe what an engine has, in the shapes it has it in, and refuse what they cannot address."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -109,7 +111,7 @@ def zeros(*shape, dtype=torch.bfloat16):
         (
             lambda: mha(k=zeros(8, 2, 4), v=zeros(8, 2, 4), kv=zeros(2, 8, 2, 4), page_size=4),
             ValueError,
-            "kv is given beside k or v",
+            "kv is given together with k or v",
         ),
         (
             lambda: mha(kv=zeros(3, 8, 2, 4), page_size=4),
@@ -267,7 +269,7 @@ def test_a_wrong_argument_is_named_with_what_is_accepted(make, error, message):
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC"])
 @pytest.mark.parametrize("given", ["kv", "k and v"])
 def test_blocks_of_heads_in_any_order_of_memory_are_read_by_slot_and_head(order: str, given: str) -> None:
-    extents = {"L": 2, "B": 5, "H": 3, "N": 4, "C": 16}  # C: the values of a head behind its keys
+    extents = {"L": 2, "B": 5, "H": 3, "N": 4, "C": 16}  # C: the values of a head after its keys
     whole = torch.randint(0, 1 << 15, [extents[axis] for axis in order], dtype=torch.int16).view(torch.bfloat16)
     views = whole.permute([order.index(axis) for axis in "LBHNC"]).unbind(0)
     if given == "kv":
@@ -298,3 +300,19 @@ def test_blocks_of_heads_of_another_shape_are_refused() -> None:
         )
     with pytest.raises(ValueError, match=r"form='block_head_major'"):
         MHATokenToKVPool.from_buffers(kv=[torch.zeros(5, 3, 4, 16)], page_size=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: MHATokenToKVPool(8, 4, torch.uint8, 1, 4, 1, **options),
+        lambda **options: MambaPool(8, [(2,)], (2,), torch.uint8, torch.uint8, 1, **options),
+        lambda **options: DSATokenToKVPool(8, 4, torch.uint8, 4, 0, 1, index_head_dim=128, **options),
+        lambda **options: MHATokenToKVPoolHost(MHATokenToKVPool(8, 4, torch.uint8, 1, 4, 1), 1.0, 0, **options),
+    ],
+    ids=["mha", "mamba", "dsa", "host"],
+)
+def test_a_keyword_that_no_pool_has_is_refused(make: Callable[..., object]) -> None:
+    make()
+    with pytest.raises(TypeError, match="index_translations"):
+        make(index_translations=None)

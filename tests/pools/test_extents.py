@@ -158,7 +158,7 @@ def test_fewest_runs_when_no_single_run_is_long_enough() -> None:
     allocator.check_integrity()
 
 
-def test_among_equal_runs_the_one_beside_the_youngest_pages_is_used() -> None:
+def test_among_equal_runs_the_one_next_to_the_youngest_pages_is_used() -> None:
     allocator = ExtentAllocator(40)
     old = taken(allocator, 30)
     young = taken(allocator, 10)

@@ -24,7 +24,7 @@ from hicache_pools.trace import TraceRequest, read_trace
 
 
 def conversations(requests: int) -> list[TraceRequest]:
-    """Chats that grow turn by turn behind one shared prefix, in random order."""
+    """Chats that grow turn by turn after one shared prefix, in random order."""
     chats: list[list[int]] = []
     fresh = iter(range(1, 10**9))
     made = []

@@ -201,7 +201,7 @@ def test_shared_memory_and_layout_are_those_of_every_pool() -> None:
         ({"kv": mha()}, {"host_to_device_ratio": 0.01}, "host_to_device_ratio 0.01 leaves no page for pool kv"),
         ({"kv": mha(), "swa": mha()}, {"host_size": 1e-6}, "host_size 1e-06 GB leaves no page for pool kv"),
         ({"kv": PoolSpec(mha(), layers=[0, 1, 2])}, {}, r"layers is \[0, 1, 2\]; the pool has 2"),
-        ({"kv": PoolSpec(mha(), layers=[1, 1])}, {}, "each stands for one other"),
+        ({"kv": PoolSpec(mha(), layers=[1, 1])}, {}, "each serves one model layer"),
         ({"kv": dsa(), "indexer": mha()}, {}, "indexer"),
         ({"kv": mha(), "draft": PoolSpec(mha(), indices_from_pool="swa")}, {}, "draft uses the slots of swa"),
         ({"kv": mha(), "draft": PoolSpec(mha(), indices_from_pool="kv", pages=3)}, {}, "draft has pages=3"),
@@ -221,7 +221,7 @@ def test_shared_memory_and_layout_are_those_of_every_pool() -> None:
         (
             {PoolName.DEEPSEEK_V4_C128: DeepSeekV4PagedPool(1024, 128, 128, 16, 2)},
             {"page_size": 64, "host_size": 64.0},
-            "page_size is 64; a row of kv in device_pools.* stands for 128 slots",
+            "page_size is 64; a row of kv in device_pools.* covers 128 slots",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_bad_argument_is_named(device_pools: dict[str, Any], arguments: dict[s
         build_host_pool_group(device_pools, **({"page_size": PAGE} | arguments))
 
 
-def test_a_device_pool_nobody_knows_is_named_with_the_way_out() -> None:
+def test_an_unknown_device_pool_is_named_with_the_way_out() -> None:
     class Other:
         pass
 

@@ -19,7 +19,7 @@ SIZES = {"kv": 12, "mamba": 5, "swa": 8}
 
 
 class WatchedPool(NullPoolHost):
-    """Knows by itself who holds what, and refuses or raises at the allocations it is told to."""
+    """Knows by itself who holds what, and refuses or raises at the allocations that a test names."""
 
     def __init__(self, pages: int) -> None:
         super().__init__(pages, 1)

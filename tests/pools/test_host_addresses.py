@@ -14,7 +14,7 @@ CHUNK = 1 << 16
 
 
 class OtherAddresses:
-    """Pins nothing; kernels find a chunk in memory of its own, its bytes ``gap`` behind the chunk before."""
+    """Pins nothing; kernels find a chunk in memory of its own, its bytes ``gap`` after the chunk before."""
 
     def __init__(self, gap: int = 0, refuse: int | None = None) -> None:
         self.gap = gap

@@ -24,7 +24,7 @@ OS_PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class FakeRuntime:
-    """Pins nothing, remembers everything, refuses the chunk it is told to."""
+    """Pins nothing, remembers everything, refuses the chunk that a test names."""
 
     def __init__(self, refuse: int | None = None) -> None:
         self.refuse = refuse

@@ -257,7 +257,7 @@ class Unlimited(HostMemoryBudget):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("row_bytes", [32, 20])
 def test_pages_beyond_4_gib_are_reached(layout, row_bytes):
-    """Address space only: the memory behind pages that nobody touches is never there."""
+    """Address space only: the memory of pages that are never touched is never there."""
     device_pool = MLATokenToKVPool(128, 16, torch.uint8, row_bytes, 0, 2)
     pages = 9 * (1 << 29) // (16 * 2 * row_bytes)
     options = HostMemoryOptions(budget=Unlimited())

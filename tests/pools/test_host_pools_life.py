@@ -195,7 +195,7 @@ def use_until_destroyed(group, device_pool, started, errors):
         errors.append(error)
 
 
-def test_three_threads_destroy_a_pool_that_eight_use_and_nobody_sees_half_of_it(bench):
+def test_three_threads_destroy_a_pool_that_eight_use_and_none_sees_half_of_it(bench):
     for _ in range(10):
         device_pool, pool = bench.make("mha", pages=16)
         group = HostPoolGroup([PoolEntry("kv", pool, device_pool, lambda layer: layer)])

@@ -11,7 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer.main
@@ -268,7 +268,12 @@ def check_parameters(span: str, value: Any, given: list[str]) -> None:
     by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     placed = [name for name in given if not name.endswith("=")]
     assert placed == by_place[: len(placed)], span
-    assert {name[:-1] for name in given if name.endswith("=")} <= {p.name for p in parameters}, span
+    accepted = {p.name for p in parameters}
+    for parameter in parameters:
+        if str(parameter.annotation).startswith("Unpack["):  # a type that lists the keywords
+            (options,) = get_args(get_type_hints(value.__init__)[parameter.name])
+            accepted |= options.__optional_keys__
+    assert {name[:-1] for name in given if name.endswith("=")} <= accepted, span
 
 
 def test_every_table_of_the_migrating_page_is_read() -> None:

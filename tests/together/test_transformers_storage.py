@@ -18,7 +18,7 @@ from tests.conftest import in_child
 from tests.together import transformers_families as fam
 
 from hicache_controller.integrations.transformers import HiCache, Hit, matching
-from hicache_controller.storage_worker import PrefetchOperation
+from hicache_controller.storage_tasks import PrefetchOperation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
-from hicache_controller.storage import FileStorage, Fingerprint, file, page_reader
+from hicache_controller.storage import FileStorage, Fingerprint, file, page_reader, page_writer
+from hicache_controller.storage.file_pages import FilePages
+from hicache_controller.storage.page_writer import PageWriter
 
 pytestmark = pytest.mark.usefixtures("reading")
 
@@ -305,10 +307,8 @@ def test_no_more_is_written_at_a_time_than_each_writer_keeps_back(
     pool, keys = fake_pool(), new_keys(30)
     storage.register_mem_pool_host(pool)
     pool.fill(range(30))
-    chunks, real = [], FileStorage._store_chunk
-    monkeypatch.setattr(
-        FileStorage, "_store_chunk", lambda self, p, s, jobs, *o: chunks.append(len(jobs)) or real(self, p, s, jobs, *o)
-    )
+    chunks, real = [], PageWriter.store
+    monkeypatch.setattr(PageWriter, "store", lambda self, jobs: chunks.append(len(jobs)) or real(self, jobs))
     assert all(storage.batch_set(keys, pool.slots(range(30))))
     assert chunks == [10, 10, 10]
     storage.close()
@@ -320,16 +320,16 @@ def test_a_page_that_another_process_evicts_during_the_call_does_not_count_as_st
     pool, keys, removed = fake_pool(), new_keys(6), []
     storage.register_mem_pool_host(pool)
     storage.set_removal_listener(lambda keys, name: removed.extend(keys))
-    monkeypatch.setattr(file, "_CHUNK_PAGES", 2)
-    real, chunks = FileStorage._store_chunk, []
+    monkeypatch.setattr(page_writer, "_CHUNK_PAGES", 2)
+    real, chunks = PageWriter.store, []
 
     def store(*args):
         if len(chunks) == 2:
             os.unlink(storage.page_path(keys[1]))
         chunks.append(args)
-        real(*args)
+        return real(*args)
 
-    monkeypatch.setattr(FileStorage, "_store_chunk", store)
+    monkeypatch.setattr(PageWriter, "store", store)
     assert storage.batch_set(keys, pool.slots(range(6))) == [True, False, True, True, True, True]
     assert len(chunks) == 3
     assert removed == [keys[1]]
@@ -469,7 +469,7 @@ def test_a_storage_that_cannot_be_made_leaves_the_directory(tmp_path, fingerprin
     def fail(*_):
         raise OSError(5, "no") if broken == "scan" else RuntimeError("no")
 
-    monkeypatch.setattr(*((file, "PageReader") if broken == "reader" else (FileStorage, "_scan")), fail)
+    monkeypatch.setattr(*((file, "PageReader") if broken == "reader" else (FilePages, "scan")), fail)
     before = os.listdir("/proc/self/fd")
     with pytest.raises((OSError, RuntimeError), match="no"):
         FileStorage(tmp_path / "cache", fingerprint=fingerprint)

@@ -326,7 +326,7 @@ def test_permission_that_is_lost_and_given_back(fingerprint, fake_pool, new_keys
 def test_a_lock_that_is_never_given_back_is_a_failed_store(stored, new_keys, monkeypatch):
     storage, pool, _, _ = stored
     monkeypatch.setattr("hicache_controller.storage.directory._LOCK_SECONDS", 0.01)
-    with storage._directory.locked(exclusive=True):
+    with storage._files.directory.locked(exclusive=True):
         assert storage.batch_set(new_keys(2), pool.slots(range(2))) == [False, False]
     assert storage.stats().write_errors == 1
     assert storage.stats().backing_off

@@ -63,7 +63,7 @@ def check_everything(program, directory, capacity=None):
     for key in keys:
         assert storage.batch_get([key], pool.slots([0])) == [True]
         assert pool.read(0) == program.content(key)
-    entries = {entry.key: entry for entry in storage._index}
+    entries = {entry.key: entry for entry in storage._files.index}
     assert len(entries) == len(keys)
     assert all(entry.parent is None or entry.parent in entries for entry in entries.values())
     assert capacity is None or sum(path.stat().st_blocks * 512 for path in files) <= capacity
@@ -108,7 +108,7 @@ def kill(process):
 
 def test_what_a_living_writer_has_begun_is_left_alone(tmp_path, fingerprint):
     living = FileStorage(tmp_path, fingerprint=fingerprint)
-    path = living._directory.temporary_path(str(tmp_path / "pages" / "00" / "x"))
+    path = living._files.directory.temporary_path(str(tmp_path / "pages" / "00" / "x"))
     Path(path).write_bytes(b"begun")
     FileStorage(tmp_path, fingerprint=fingerprint).close()
     assert Path(path).read_bytes() == b"begun"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_controller.storage import FileStorage, file, page_file
+from hicache_controller.storage import FileStorage, page_file, page_writer
 
 pytestmark = pytest.mark.usefixtures("reading")
 
@@ -19,7 +19,7 @@ class SmallDisk:
     def __init__(self, monkeypatch, root, files, code):
         self.root, self.files, self.code, self.real = root, files, code, page_file.write_page
         self.refused = 0
-        monkeypatch.setattr(file, "write_page", self.write_page)
+        monkeypatch.setattr(page_writer, "write_page", self.write_page)
 
     def write_page(self, path, *args, over, **how):
         if not over and len(files_of(self.root)) >= self.files:
@@ -155,7 +155,7 @@ def test_a_page_that_lacked_what_others_of_its_call_held_is_stored_after_them(
             raise OSError(code, os.strerror(code), path)
         page_file.write_page(path, *args, key=key, **how)
 
-    monkeypatch.setattr(file, "write_page", lacking)
+    monkeypatch.setattr(page_writer, "write_page", lacking)
     assert storage.batch_set(keys, pool.slots(range(8)), parents=chain(keys)) == [True] * 8
     assert not left
     assert storage.batch_get(keys, pool.slots(range(20, 28))) == [True] * 8
@@ -168,7 +168,7 @@ def test_a_call_that_is_interrupted_leaves_no_file_behind(tmp_path, fingerprint,
     storage, pool = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool()
     storage.register_mem_pool_host(pool)
     for interrupted in ("write_page", "rename"):
-        real, calls = getattr(file, interrupted, None) or os.rename, []
+        real, calls = getattr(page_writer, interrupted, None) or os.rename, []
 
         def interrupt(*args, real=real, calls=calls, **how):
             calls.append(args)
@@ -177,7 +177,7 @@ def test_a_call_that_is_interrupted_leaves_no_file_behind(tmp_path, fingerprint,
             return real(*args, **how)
 
         with monkeypatch.context() as broken:
-            broken.setattr(file if interrupted == "write_page" else os, interrupted, interrupt)
+            broken.setattr(page_writer if interrupted == "write_page" else os, interrupted, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 storage.batch_set(new_keys(8), pool.slots(range(8)))
         assert not [name for name in files_of(tmp_path) if name.startswith(".")]

@@ -13,7 +13,7 @@ import torch
 
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_controller.tree import Match, SequenceKeys, UnifiedRadixCache, WindowComponent
 from hicache_pools import (
     ExtentAllocator,

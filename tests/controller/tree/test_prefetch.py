@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.storage_worker import PrefetchOperation
+from hicache_controller.storage_tasks import PrefetchOperation
 
 MakeModel = Callable[..., Any]
 KeysOf = Callable[[Any], list[bytes]]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hicache_controller.hybrid import HybridCacheController
+from hicache_controller.policies import PrefetchPolicy
 from hicache_controller.storage import FileStorage, Fingerprint
-from hicache_controller.storage_link import StorageSettings
-from hicache_controller.storage_worker import PrefetchPolicy
+from hicache_controller.storage_settings import StorageSettings
 from hicache_controller.tree import SequenceKeys, UnifiedRadixCache, WindowComponent
 from hicache_pools import (
     ExtentAllocator,

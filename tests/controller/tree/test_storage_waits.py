@@ -80,12 +80,12 @@ class Waits:
 
         monkeypatch.setattr(HostSignal, "synchronize", wait)
         monkeypatch.setattr(wait_bound, "time", SimpleNamespace(monotonic=lambda: self.now))
-        for each in model.controller.storage._attached.threads:
+        for each in model.controller.storage._attached.workers:
             monkeypatch.setattr(each, "submit", self._submit(each.submit))
 
     def _submit(self, submit: Callable[..., bool]) -> Callable[..., bool]:
-        def put(task: Any, *, timeout: float) -> bool:
-            came = submit(task, timeout=0)
+        def put(task: Any, *after: Any, timeout: float = 0.0) -> bool:
+            came = submit(task, *after, timeout=0)
             self.now += 0 if came else timeout
             return came
 
@@ -147,7 +147,7 @@ def settle(model: Any) -> None:
     """Let storage answer, and wait for all it does; what a call read that was given up is counted once it ends."""
     model.storage.opened.set()
     assert model.cache.drain()
-    assert all(thread.drain(60) for thread in model.controller.storage._attached.threads)
+    assert all(thread.drain(60) for thread in model.controller.storage._attached.workers)
     model.cache.check_integrity()
 
 
@@ -360,7 +360,7 @@ def test_calls_that_wait_on_purpose_take_a_timeout(make_model: MakeModel, keys_o
         cache.finish_prefetch(started, timeout=1)
     cache.release(match)
     model.storage.opened.set()
-    model.controller.storage._attached.lookup.thread.drain(60)
+    model.controller.storage._attached.lookup.worker.drain(60)
     assert model.serve((1, 2, 3)) == 3  # though a scheduler's call would find nothing yet
     model.storage.close_gate()
     serve(model, keys_of((4, 5)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache_controller.controller import HiCacheController
-from hicache_controller.storage_link import StorageSettings
+from hicache_controller.storage_settings import StorageSettings
 from hicache_controller.transfer_handle import Direction
 from hicache_pools.device_pools import MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator

@@ -10,7 +10,7 @@ from hicache_kernels.bench import Buffers, Case, Pattern, Report, disturbances, 
 from hicache_kernels.bench.cases import Shape
 from hicache_kernels.bench.interference import measure_duplex
 from hicache_kernels.bench.measure import plain_copy_seconds
-from hicache_kernels.planner import H200
+from hicache_kernels.constants import H200
 from hicache_kernels.staging import Direction
 
 pytestmark = pytest.mark.gpu
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 def test_calibration_measures_every_constant_and_keeps_them(gpu, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HICACHE_KERNELS_CACHE", str(tmp_path))
     # Other tests may use the device meanwhile.
-    monkeypatch.setattr(calibrate, "MOST_SPREAD", 1e9)
-    monkeypatch.setattr(calibrate, "implausible", lambda _: None)
+    monkeypatch.setattr(calibrate, "MAX_SPREAD", 1e9)
+    monkeypatch.setattr(calibrate, "wrong_figure", lambda _: None)
     measured = calibrate.measure(gpu)
     path = calibrate.cache_path(torch.device("cuda", torch.cuda.current_device()))
     calibrate.write_constants(path, measured)
@@ -55,7 +55,7 @@ def test_a_tiny_benchmark_fills_every_part_of_the_report(gpu) -> None:
     assert Report.from_json(report.to_json()) == report
 
 
-def test_graphs_run_beside_transfers_in_both_directions(gpu) -> None:
+def test_graphs_run_during_transfers_in_both_directions(gpu) -> None:
     buffers = Buffers.allocate(64 << 20, gpu)
     plain = {direction: plain_copy_seconds(buffers, direction) for direction in Direction}
     found = list(disturbances(buffers, plain, repeats=1, operations=2, quotas=(2,)))

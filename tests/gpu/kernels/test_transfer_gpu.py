@@ -153,7 +153,7 @@ def test_copies_of_several_layers_fill_every_row(pools, gpu, layout, most):
     pool = pools.random_pool(layout, (64, 128), layers=13, pages=40, page_size=2, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="staged", ring=StagingRing(gpu, pages=16))
     host, device = pools.random_pages(40, 37, runs=True), pool.slots(torch.randperm(41)[:37])
-    mover, _ = transfer._staged
+    mover = transfer._paths.staged
 
     def load(_host, slots, *, layer):
         assert layer is None
@@ -192,8 +192,8 @@ def test_large_operation_with_the_shared_ring(pools, gpu, policy):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_on_both_sides_are_copied_without_staging(pools, gpu, monkeypatch, layout):
-    monkeypatch.setattr(movers, "LEAST_COPY_BYTES", 1)
-    monkeypatch.setattr(movers, "LEAST_COPY_WIDTH", 1)
+    monkeypatch.setattr(movers, "MIN_COPY_BYTES", 1)
+    monkeypatch.setattr(movers, "MIN_COPY_WIDTH", 1)
     pool = pools.random_pool(layout, (64, 32), pages=20, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="staged")
     host, device = pool.slots([3, 4, 5, 0, 1, 9]), pool.slots([7, 8, 9, 10, 11, 0])
@@ -458,6 +458,6 @@ def test_copies_never_run_on_a_stream_that_torch_hands_out(pools, gpu, policy):
     transfer.load(slots, slots, layer_events=True)
     wait()
     handed_out = {torch.cuda.Stream(gpu).cuda_stream for _ in range(100)}
-    own = {transfer.ring.lane(direction).stream for direction in Direction} | {*transfer._direct_lanes}
+    own = {transfer.ring.lane(direction).stream for direction in Direction} | {*transfer._paths.direct.streams}
     assert handed_out.isdisjoint(stream.cuda_stream for stream in own - {None})
     assert len(own - {None}) >= 2

@@ -122,9 +122,9 @@ def test_memory_is_not_given_back_under_a_copy(gpu: torch.device, way: str) -> N
 def test_the_node_is_the_one_sysfs_tells_for_the_gpu(gpu: torch.device) -> None:
     address = GpuRuntime().pci_address(torch.cuda.current_device())
     file = Path("/sys/bus/pci/devices") / address / "numa_node"
-    told = int(file.read_text()) if file.exists() else -1
+    found = int(file.read_text()) if file.exists() else -1
     with allocate_host_buffer(MIB, page_bytes=4096, device=gpu) as buffer:
-        assert buffer.numa_node in ({None} if told < 0 else {told, None})
+        assert buffer.numa_node in ({None} if found < 0 else {found, None})
 
 
 def test_an_address_of_no_device_is_an_error_and_leaves_none_pending(gpu: torch.device) -> None:

@@ -92,7 +92,7 @@ def assemble(spec: ModuleSpec, source: Path, arch: str) -> str:
 @pytest.mark.parametrize("name", TRANSFER_MODULES)
 def test_each_width_streams_whole_vectors(name: str, arch: str, alone: Callable[[str, str], ModuleSpec]) -> None:
     spec = alone(name, "rocm")
-    assert faults(assemble(spec, spec.sources[0], arch), arch) == []
+    assert faults(assemble(spec, spec.source_files[0], arch), arch) == []
 
 
 SAMPLE = """

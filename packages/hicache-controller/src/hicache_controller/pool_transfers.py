@@ -16,8 +16,8 @@ from .in_flight import Access, PageUse, PoolSide, pages_of
 from .indices import check_device_indices, check_range, device_slot_count, own_indices
 from .operations import CacheOperation
 from .slots import Slots
-from .storage_tasks import StoragePart
-from .storage_worker import ANCHOR
+from .storage.base import ANCHOR
+from .storage_calls import StoragePart
 from .transfer_handle import words
 
 
@@ -164,19 +164,25 @@ class StorageParts(NamedTuple):
 
 def storage_parts(
     slots: Slots,
-    host_indices: torch.Tensor,
+    access: Access,
+    host_indices: torch.Tensor | None,
     keys: Sequence[bytes],
     parents: Sequence[bytes | None] | None,
     transfers: Sequence[PoolTransfer],
-    access: Access,
 ) -> StorageParts:
-    """Check what moves between host and storage, the anchor's part first.
+    """Check what moves between host and storage, the anchor's part first, and start the writes that fill it.
+
+    Nothing moves without host slots.
 
     Raises
     ------
     ValueError
         If a part has slots that are not whole allocated pages, as many as its keys, or lacks slots or keys.
     """
+    if host_indices is None:
+        return StorageParts([], [])
+    if parents is not None and len(parents) != len(keys):
+        raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
     anchor = slots.group.anchor_entry
     slots.check_host(anchor, host_indices, len(keys))
     host_indices = own_indices(host_indices)
@@ -187,6 +193,7 @@ def storage_parts(
         part = _storage_part(slots, transfer, parts[0], by_name)
         parts.append(part)
         uses.append(_host_use(slots.group, part.name, access, part.host_indices))
+    slots.start_writes_of(uses)
     return StorageParts(parts, uses)
 
 

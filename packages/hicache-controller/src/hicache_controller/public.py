@@ -7,7 +7,7 @@ from .layer_done import LayerDoneCounter
 from .operations import Ack, CacheOperation, StorageAck
 from .radix import UnifiedRadixCache, WritePolicy
 from .storage import Fingerprint, HiCacheStorage, MemoryStorage, StorageBackendFactory
-from .storage_link import StorageSettings
+from .storage_settings import StorageSettings
 from .transfer_engine import L2TransferEngine
 from .transfer_handle import L2Transfer
 

@@ -15,7 +15,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from .engine_calls import EngineCalls
 from .in_flight import Access, InFlight, Pages, PageUse, PoolSide, pages_of
-from .indices import check_form, check_range, device_pages
+from .indices import check_device_indices, check_form, check_range, device_pages, own_indices
 from .interrupts import interruptibly
 from .operations import CacheOperation
 from .transfer_engine import READ, WRITE, L2TransferEngine
@@ -129,6 +129,14 @@ class Slots:
 
     # Device slots
 
+    def own_device(self, device_indices: torch.Tensor, *, or_none: bool) -> torch.Tensor:
+        """Check slots of the anchor (``or_none``: they may be none) that a write reads, and copy those on the CPU."""
+        anchor = self.group.anchor_entry
+        if device_indices.numel() or not or_none:
+            check_device_indices("device_indices", device_indices, anchor)
+        self.check_not_loading(anchor, device_indices)
+        return own_indices(device_indices)
+
     def check_not_loading(self, entry: PoolEntry, device_indices: torch.Tensor) -> None:
         """Raise RuntimeError where slots are those of a load that was not started, and so have no contents yet."""
         if not self.queues[Direction.LOAD].waiting:
@@ -156,6 +164,12 @@ class Slots:
         return device_indices.numel()
 
     # Host slots
+
+    def own_host(self, host_indices: torch.Tensor, *, or_none: bool) -> torch.Tensor:
+        """Check slots of the anchor (``or_none``: they may be none) that a load reads, and copy them."""
+        if host_indices.numel() or not or_none:
+            self.check_host(self.group.anchor_entry, host_indices)
+        return own_indices(host_indices)
 
     def alloc_host(self, slots: int) -> torch.Tensor | None:
         """Take host slots of the anchor, after freeing what was deferred if that is needed."""

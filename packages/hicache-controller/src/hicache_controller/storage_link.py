@@ -1,43 +1,35 @@
-"""StorageLink: a controller's tie to a storage backend, from attach to detach."""
+"""StorageLink: the controller's side of a storage, from attach to detach: backups, prefetches and lookups."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
-from hicache_kernels.validation import seconds, whole
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
+from .devices import CpuDevice
+from .events import Event
 from .failure_log import LogLimit
 from .in_flight import Access, PageUse
-from .interrupts import interruptibly
-from .operations import StorageAck
-from .storage.base import HiCacheStorage, RemovalListener
+from .interrupts import interruptibly, interrupts_held_back
+from .operations import OperationCancelledError, StorageAck
+from .policies import PrefetchPolicy
+from .storage.base import ANCHOR, HiCacheStorage, RemovalListener
+from .storage.generic import StorageBackend, TensorPages
+from .storage_calls import StorageCalls, StoragePart
 from .storage_lookup import StorageLookup
-from .storage_tasks import BackupOperation, PrefetchOperation, StoragePart, StorageTask, given_up
-from .storage_worker import (
-    ANCHOR,
-    PageGet,
-    PageSet,
-    PrefetchPolicy,
-    StorageBackend,
-    StorageMover,
-    StorageThread,
-    generic_page_functions,
-    no_page_get,
-    no_page_set,
-    zero_copy_page_functions,
-)
+from .storage_settings import StorageSettings
+from .storage_tasks import BackupOperation, PrefetchOperation, StorageTask
 from .transfer_engine import L2TransferEngine
 from .wait_bound import WaitBound
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -45,79 +37,47 @@ LOG_SECONDS = 60.0
 """How often it is logged that storage is too slow, at most."""
 
 
-@dataclass(frozen=True)
-class StorageSettings:
-    """Sizes, limits and policies of backup and prefetch.
-
-    Attributes
-    ----------
-    prefetch_policy
-        See :class:`PrefetchPolicy`.
-    prefetch_timeout_seconds, prefetch_timeout_seconds_per_page
-        Time a prefetch has under the policy ``timeout``: the first, and the second for each of its pages.
-    batch_pages
-        Pages of one call to storage: what is in use until it ends, of a backup or prefetch that is given up.
-    backup_queue_pages, prefetch_queue_pages
-        Most pages waiting. A backup that finds no room within ``max_wait_seconds`` is dropped and counted; a prefetch
-        that finds none ends with 0 pages.
-    backup_retries, retry_seconds
-        Further attempts at a page that could not be stored; pause before the first, doubled for each further one.
-    max_wait_seconds
-        Longest that one call of the scheduler's thread waits for storage, in sum; 0: it never waits. What storage has
-        not answered by then is a miss, and what it has not taken is dropped where its place on the host is needed.
-    timeout_seconds
-        Longest that calls wait whose purpose it is, where they are given no ``timeout``. Backups are waited for as long
-        as another page is stored within that time.
-    back_off_seconds
-        Longest pause in which nothing is looked up, behind a lookup that took too long. Pauses double up to that.
-    """
-
-    prefetch_policy: PrefetchPolicy | str = PrefetchPolicy.BEST_EFFORT
-    prefetch_timeout_seconds: float = 1.0
-    prefetch_timeout_seconds_per_page: float = 0.01
-    batch_pages: int = 64
-    backup_queue_pages: int = 16384
-    prefetch_queue_pages: int = 65536
-    backup_retries: int = 2
-    retry_seconds: float = 0.05
-    max_wait_seconds: float = 0.02
-    timeout_seconds: float = 30.0
-    back_off_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        PrefetchPolicy(self.prefetch_policy)
-        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages"):
-            whole(name, getattr(self, name))
-        whole("backup_retries", self.backup_retries, least=0)
-        seconds("timeout_seconds", self.timeout_seconds, above=True)
-        for name in (
-            "prefetch_timeout_seconds",
-            "prefetch_timeout_seconds_per_page",
-            "retry_seconds",
-            "max_wait_seconds",
-            "back_off_seconds",
-        ):
-            seconds(name, getattr(self, name))
-
-
-@dataclass(frozen=True, eq=False)
-class _Attached:
+class _Attached(NamedTuple):
     """Everything that comes and goes with a backend."""
 
     backend: StorageBackend
-    mover: StorageMover
-    backups: StorageThread[BackupOperation]
-    prefetches: StorageThread[PrefetchOperation]
+    store: HiCacheStorage | TensorPages
+    calls: StorageCalls
+    backups: Worker
+    prefetches: Worker
     lookup: StorageLookup
 
     @property
-    def threads(self) -> tuple[StorageThread[Any], ...]:
+    def workers(self) -> tuple[Worker, ...]:
         """All of them."""
-        return self.backups, self.prefetches, self.lookup.thread
+        return self.backups, self.prefetches, self.lookup.worker
+
+
+class _OneCall:
+    """A block in which all waits share one bound; see :meth:`StorageLink.one_call`."""
+
+    __slots__ = ("_bound", "_link", "_outer")
+
+    def __init__(self, link: StorageLink, bound: WaitBound) -> None:
+        self._link = link
+        self._bound = bound
+        self._outer: WaitBound | None = None
+
+    def __enter__(self) -> WaitBound:
+        self._outer, self._link.bound = self._link.bound, self._bound
+        return self._bound
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._link.bound = self._outer
 
 
 class StorageLink:
-    """Backup, prefetch and lookup, each on a thread of its own while a backend is attached.
+    """Backups, prefetches and lookups, each on a worker of their own while a backend is attached.
+
+    Its calls come from the controller's thread, except :meth:`close` and :meth:`skipped`. What storage removes is
+    reported to the listener on any thread, so that one queues it.
 
     Parameters
     ----------
@@ -132,52 +92,43 @@ class StorageLink:
 
     Attributes
     ----------
-    page_get_func, page_set_func
-        How pages move: zero-copy for a :class:`HiCacheStorage`, by tensors for any other backend, not at all without.
+    settings
+        As given.
     changes
         How many times a backend was attached or let go.
+    bound
+        What the waits of the call that runs share; None outside of :meth:`one_call`.
     """
 
     def __init__(
         self, engine: L2TransferEngine, agreement: Agreement, *, settings: StorageSettings, synchronous: bool
     ) -> None:
         self.settings = settings
-        self.page_get_func: PageGet = no_page_get
-        self.page_set_func: PageSet = no_page_set
+        self.changes = 0
+        self.bound: WaitBound | None = None
         self._engine = engine
         self._metrics = engine.metrics
         self._agreement = agreement
         self._synchronous = synchronous
-        self._lock = threading.RLock()
         self._attached: _Attached | None = None
         self._listener: RemovalListener | None = None
-        self.changes = 0
-        self._pools: dict[str, Any] = {}
         self._backups: deque[BackupOperation] = deque()
         self._prefetches: list[PrefetchOperation] = []
-        self._bound: WaitBound | None = None
         self._in_vain = (0.0, -1)  # seconds that backups were waited for, and the calls that storage had ended by then
         self._logs = LogLimit(LOG_SECONDS)
-        self._metrics.gauge("backup_queue_pages", lambda: self._depth("backups"))
-        self._metrics.gauge("prefetch_queue_pages", lambda: self._depth("prefetches"))
+        self._metrics.gauge("backup_queue_pages", lambda: self._depth(0))
+        self._metrics.gauge("prefetch_queue_pages", lambda: self._depth(1))
 
     # Waiting
 
-    @contextmanager
-    def one_call(self, timeout: float | None = None) -> Iterator[WaitBound]:
-        """Bound what is waited for storage in this block, in sum, by ``timeout`` or the setting ``max_wait_seconds``.
+    def one_call(self, timeout: float | None = None) -> _OneCall:
+        """Bound what is waited for storage in a ``with`` block, in sum, by ``timeout`` or ``max_wait_seconds``.
 
         Without ``timeout``, the bound of a block around this one holds.
         """
-        outer = self._bound
-        bound = outer
-        if bound is None or timeout is not None:
-            bound = WaitBound(self.settings.max_wait_seconds if timeout is None else timeout)
-        try:
-            self._bound = bound
-            yield bound
-        finally:
-            self._bound = outer
+        if timeout is None and self.bound is not None:
+            return _OneCall(self, self.bound)
+        return _OneCall(self, WaitBound(self.settings.max_wait_seconds if timeout is None else timeout))
 
     def skipped(self, pages: int, pool: str = ANCHOR) -> None:
         """Count pages that storage does not get as it was too slow for them, and log that once in a while."""
@@ -197,9 +148,14 @@ class StorageLink:
         return 0.0 if calls == self._backup_calls() and seconds <= waited else seconds
 
     def _backup_calls(self) -> int:
-        return 0 if self._attached is None else self._attached.mover.backup_calls
+        attached = self._attached
+        return 0 if attached is None else attached.calls.backups
 
-    # Backend
+    def _depth(self, number: int) -> int:
+        attached = self._attached
+        return 0 if attached is None else attached.workers[number].depth
+
+    # Attaching
 
     @property
     def attached(self) -> bool:
@@ -208,85 +164,126 @@ class StorageLink:
 
     @property
     def backend(self) -> StorageBackend | None:
-        """The backend, or None."""
+        """The backend, if one is attached."""
         attached = self._attached
         return None if attached is None else attached.backend
 
     def attach(self, backend: StorageBackend, anchor_pool: Any, sidecars: Mapping[str, Any]) -> None:
-        """Register the pools with ``backend`` and start its threads; nothing changed where that raises.
+        """Register the pools with ``backend`` and start its workers; nothing changed where that raises.
 
-        RuntimeError where there is one, or where this one tells its removals to somebody else than the tree.
+        RuntimeError where there is one, or where this one reports its removals to another listener than the tree.
         """
-        with self._lock:
-            if self._attached is not None:
-                raise RuntimeError("a storage backend is attached; detach_storage_backend must come first")
-            with ExitStack() as undo:
-                if self._listener is not None and isinstance(backend, HiCacheStorage):
-                    backend.set_removal_listener(self._listener)
-                    undo.callback(backend.set_removal_listener, None)
-                pools = {ANCHOR: anchor_pool, **sidecars}
-                backend.register_mem_pool_host(anchor_pool)
-                for name, pool in sidecars.items():
-                    backend.register_mem_pool_host(pool, name=name)
-                if isinstance(backend, HiCacheStorage):
-                    page_get, page_set = zero_copy_page_functions(backend)
-                else:
-                    page_get, page_set = generic_page_functions(backend, pools.__getitem__)
-                self._attached = self._start(backend, page_get, page_set)
-                undo.pop_all()
-            self._pools = pools
-            self.page_get_func, self.page_set_func = page_get, page_set
-            self._in_vain = (0.0, -1)
-            self.changes += 1
+        if self._attached is not None:
+            raise RuntimeError("a storage backend is attached; detach_storage_backend must come first")
+        store = backend if isinstance(backend, HiCacheStorage) else TensorPages(backend)
+        with ExitStack() as undo:
+            if self._listener is not None:
+                store.set_removal_listener(self._listener)
+                undo.callback(store.set_removal_listener, None)
+            store.register_mem_pool_host(anchor_pool)
+            for name, pool in sidecars.items():
+                store.register_mem_pool_host(pool, name=name)
+            self._attached = self._start(backend, store)
+            undo.pop_all()
+        self._in_vain = (0.0, -1)
+        self.changes += 1
 
     def follow_removals(self, listener: RemovalListener) -> None:
-        """Have a listener told what any backend removes on its own for as long as it is attached, this one and later.
+        """Report to a listener what any backend removes on its own while it is attached, this one and later ones.
 
-        It takes the place of the one before, as no more than one tree uses a controller; but RuntimeError where a
-        storage that is attached tells another.
+        It replaces the one before, as no more than one tree uses a controller; but RuntimeError where a storage that is
+        attached reports to another.
         """
-        with self._lock:
-            if isinstance(self.backend, HiCacheStorage):
-                self.backend.set_removal_listener(listener)
-            self._listener = listener
+        if self._attached is not None:
+            self._attached.store.set_removal_listener(listener)
+        self._listener = listener
 
     def register_sidecar(self, name: str, pool: Any) -> None:
         """Let an attached backend know a pool that came later."""
-        with self._lock:
-            if self._attached is not None:
-                self._attached.backend.register_mem_pool_host(pool, name=name)
-                self._pools[name] = pool
+        if self._attached is not None:
+            self._attached.store.register_mem_pool_host(pool, name=name)
 
     def detach(self, timeout: float | None = None) -> StorageBackend:
-        """Finish the backups that wait, cancel the prefetches, stop the threads, and return the backend."""
-        with self._lock:
-            attached = self._attached
-            if attached is None:
-                raise RuntimeError("no storage backend is attached")
-            self._stop(attached, self.settings.timeout_seconds if timeout is None else timeout, finish_backups=True)
-            return attached.backend
+        """Finish the backups that wait, cancel the prefetches, stop the workers, and return the backend."""
+        attached = self.need_backend()
+        self._stop(attached, self.settings.timeout_seconds if timeout is None else timeout, finish_backups=True)
+        return attached.backend
 
     def close(self, timeout: float) -> bool:
-        """Stop; backups that have not started fail. Tell whether the threads ended in time."""
-        with self._lock:
-            return self._attached is None or self._stop(self._attached, timeout, finish_backups=False)
+        """Stop; backups that have not started fail. Return whether the workers ended in time."""
+        attached = self._attached
+        return attached is None or self._stop(attached, timeout, finish_backups=False)
 
     def give_up(self, timeout: float) -> bool:
-        """Cancel all backups and prefetches, and wait for the calls that run; tell whether they ended in time."""
-        with self._lock:
-            if self._attached is None:
-                return True
-            bound = WaitBound(timeout)
-            self._cancel_prefetches()
-            for backup in list(self._backups):
-                self.cancel_backup(backup.node_id)
-            return all(thread.drain(bound.left()) for thread in (self._attached.backups, self._attached.prefetches))
+        """Cancel all backups and prefetches, and wait for the calls that run; return whether they ended in time."""
+        attached = self._attached
+        if attached is None:
+            return True
+        bound = WaitBound(timeout)
+        self._cancel_prefetches()
+        for backup in list(self._backups):
+            self.cancel_backup(backup.node_id)
+        return all(worker.drain(bound.left()) for worker in (attached.backups, attached.prefetches))
 
     def forget(self) -> None:
-        """Drop the acks that nobody has asked for."""
-        with self._lock:
-            self._backups.clear()
-            self._prefetches.clear()
+        """Drop the acks that were not asked for."""
+        self._backups.clear()
+        self._prefetches.clear()
+
+    def need_backend(self) -> _Attached:
+        """Return what is attached; RuntimeError where there is no backend."""
+        attached = self._attached
+        if attached is None:
+            raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
+        return attached
+
+    def _start(self, backend: StorageBackend, store: HiCacheStorage | TensorPages) -> _Attached:
+        settings = self.settings
+        calls = StorageCalls(
+            store,
+            self._metrics,
+            batch_pages=settings.batch_pages,
+            retries=settings.backup_retries,
+            retry_seconds=0 if self._synchronous else settings.retry_seconds,
+            skipped=self.skipped,
+        )
+
+        def worker(name: str, max_pages: int) -> Worker:
+            return Worker(f"hicache-{name}", CpuDevice(), synchronous=self._synchronous, max_pages=max_pages)
+
+        lookup = StorageLookup(
+            store,
+            worker("lookup", settings.prefetch_queue_pages),
+            self._metrics,
+            self._logs,
+            back_off_seconds=settings.back_off_seconds,
+        )
+        backups = worker("backup", settings.backup_queue_pages)
+        prefetches = worker("prefetch", settings.prefetch_queue_pages)
+        return _Attached(backend, store, calls, backups, prefetches, lookup)
+
+    def _stop(self, attached: _Attached, timeout: float, *, finish_backups: bool) -> bool:
+        bound = WaitBound(timeout)
+        self._cancel_prefetches()
+        if finish_backups:
+            attached.backups.drain(bound.left())
+        attached.calls.stopping.set()
+        for worker in attached.workers:
+            worker.stop()
+        stopped = [worker.close(bound.left()) for worker in attached.workers]
+        self._backups = deque(each if each.done else each.detached() for each in self._backups)
+        if self._listener is not None:
+            attached.store.set_removal_listener(None)
+        self.changes += 1
+        self._attached = None
+        if not all(stopped):
+            logger.warning("storage did not answer within %s s; its slots stay in flight until it does", timeout)
+        return all(stopped)
+
+    def _cancel_prefetches(self) -> None:
+        for operation in self._prefetches:
+            operation.cancel()
+        self._prefetches = [each for each in self._prefetches if not each.done]
 
     # Lookup
 
@@ -313,27 +310,24 @@ class StorageLink:
         self, parts: Sequence[StoragePart], node_id: int, uses: Sequence[PageUse], error: Exception | None = None
     ) -> None:
         """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
-        attached = self._need_backend()
+        attached = self.need_backend()
         accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
         before = self._engine.predecessors([(use, accesses) for use in uses])
-        operation = BackupOperation(parts, node_id, before.events, before.writers, uses)
+        operation = BackupOperation(parts, node_id, attached.calls, writers=before.writers, uses=uses)
         self._backups.append(operation)
         try:
             if error is not None:
-                operation.error = error
-                operation.host_ready.fire()
+                operation.abandon(error)
                 return
             with self.one_call() as bound:
                 patience, calls = self._patience(bound), self._backup_calls()
-                if self._submit(attached.backups, operation, patience):
+                if self._submit(attached.backups, operation, before.events, patience):
                     return
             if patience:
                 self._in_vain = (patience, calls)
             self._skip(operation)
-            operation.error = RuntimeError(
-                f"the backup queue of {self.settings.backup_queue_pages} pages stayed full for {patience} s"
-            )
-            operation.host_ready.fire()
+            pages = self.settings.backup_queue_pages
+            operation.abandon(RuntimeError(f"the backup queue of {pages} pages stayed full for {patience} s"))
         except BaseException:
             # Where waiting for room was interrupted, no ack comes.
             self._backups.remove(operation)
@@ -342,7 +336,8 @@ class StorageLink:
     def poll_backups(self, wait: bool) -> list[StorageAck]:
         """Return the acks of the backups that are done, in order, on every rank.
 
-        ``wait`` blocks for the first of them, within the bound of :meth:`one_call` and only as long as storage gets on.
+        ``wait`` blocks for the first of them, within the bound of :meth:`one_call` and only as long as storage makes
+        progress.
         """
         if not self._backups:
             return []
@@ -363,11 +358,12 @@ class StorageLink:
 
     def cancel_backup(self, node_id: int) -> bool:
         """Cancel a node's backups; see :meth:`HiCacheController.cancel_backup`."""
+        attached = self._attached
         found = [backup for backup in self._backups if backup.node_id == node_id]
         for backup in found:
             self._backups.remove(backup)
             backup.cancel()
-            if self._attached is not None and self._attached.backups.withdraw(backup):
+            if attached is not None and _withdraw(attached.backups, backup):
                 self._skip(backup)
         return bool(found)
 
@@ -390,28 +386,29 @@ class StorageLink:
 
     def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[PageUse]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
-        attached = self._need_backend()
+        attached = self.need_backend()
         operation = PrefetchOperation(
             parts,
             request_id,
+            attached.calls,
             agreement=self._agreement,
-            after=self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses]),
             uses=uses,
-            deadline_seconds=self.settings.timeout_seconds,
+            timeout_seconds=self.settings.timeout_seconds,
         )
+        after = self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses])
         if not parts:
-            operation.host_ready.fire()
-        elif self._submit(attached.prefetches, operation, 0):
+            operation.run()  # nothing to do
+        elif self._submit(attached.prefetches, operation, after, 0):
             self._prefetches = [each for each in self._prefetches if not each.done]
             self._prefetches.append(operation)
         else:
             self._metrics.count("prefetch_dropped_pages", operation.pages)
-            operation.error = RuntimeError(f"the prefetch queue of {self.settings.prefetch_queue_pages} pages is full")
-            operation.host_ready.fire()
+            pages = self.settings.prefetch_queue_pages
+            operation.abandon(RuntimeError(f"the prefetch queue of {pages} pages is full"))
         return operation
 
     def ready(self, operation: PrefetchOperation) -> bool:
-        """Tell whether the policy lets the request go now, on every rank."""
+        """Return whether the policy lets the request go now, on every rank."""
         policy = PrefetchPolicy(self.settings.prefetch_policy)
         if policy is PrefetchPolicy.BEST_EFFORT:
             return True
@@ -442,87 +439,28 @@ class StorageLink:
         settings = self.settings
         return settings.prefetch_timeout_seconds + settings.prefetch_timeout_seconds_per_page * operation.pages
 
-    def _need_backend(self) -> _Attached:
-        if self._attached is None:
-            raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
-        return self._attached
-
     def _withdraw(self, operation: PrefetchOperation) -> None:
         """Take a prefetch that was cancelled out of the queue, if it is there still."""
-        if self._attached is not None and operation.cancelled:
-            self._attached.prefetches.withdraw(operation)
-
-    def _submit(self, thread: StorageThread[Any], operation: StorageTask, timeout: float) -> bool:
-        if not self._synchronous:
-            operation.put_in_flight(self._engine.in_flight)
-        try:
-            return thread.submit(operation, timeout=timeout)
-        finally:
-            if not operation.queued:
-                self._engine.in_flight.remove(operation)
-
-    def _start(self, backend: StorageBackend, page_get: PageGet, page_set: PageSet) -> _Attached:
-        settings = self.settings
-        mover = StorageMover(
-            page_get,
-            page_set,
-            self._metrics,
-            batch_pages=settings.batch_pages,
-            retries=settings.backup_retries,
-            retry_seconds=0 if self._synchronous else settings.retry_seconds,
-            skipped=self.skipped,
-        )
-
-        backups: StorageThread[BackupOperation] = StorageThread(
-            "hicache-backup",
-            lambda task: mover.backup(task, backups.stopping),
-            self._engine.in_flight.remove,
-            queue_pages=settings.backup_queue_pages,
-            synchronous=self._synchronous,
-        )
-        prefetches: StorageThread[PrefetchOperation] = StorageThread(
-            "hicache-prefetch",
-            lambda task: mover.prefetch(task, prefetches.stopping),
-            self._engine.in_flight.remove,
-            queue_pages=settings.prefetch_queue_pages,
-            synchronous=self._synchronous,
-        )
-        lookup = StorageLookup(
-            backend,
-            self._metrics,
-            self._logs,
-            queue_pages=settings.prefetch_queue_pages,
-            synchronous=self._synchronous,
-            back_off_seconds=settings.back_off_seconds,
-        )
-        return _Attached(backend, mover, backups, prefetches, lookup)
-
-    def _stop(self, attached: _Attached, timeout: float, *, finish_backups: bool) -> bool:
-        bound = WaitBound(timeout)
-        self._cancel_prefetches()
-        if finish_backups:
-            attached.backups.drain(bound.left())
-        for thread in attached.threads:
-            thread.stop()
-        stopped = [thread.close(bound.left()) for thread in attached.threads]
-        self._backups = deque(each if each.done else given_up(each) for each in self._backups)
-        if self._listener is not None and isinstance(attached.backend, HiCacheStorage):
-            attached.backend.set_removal_listener(None)
-        self.changes += 1
-        self._attached = None
-        self._pools = {}
-        self.page_get_func, self.page_set_func = no_page_get, no_page_set
-        if not all(stopped):
-            logger.warning("storage did not answer within %s s; its slots stay in flight until it does", timeout)
-        return all(stopped)
-
-    def _cancel_prefetches(self) -> None:
-        for operation in self._prefetches:
-            operation.cancel()
-        self._prefetches = [each for each in self._prefetches if not each.done]
-
-    def _depth(self, which: str) -> float:
         attached = self._attached
-        if attached is None:
-            return 0
-        return attached.backups.depth if which == "backups" else attached.prefetches.depth
+        if attached is not None and operation.cancelled:
+            _withdraw(attached.prefetches, operation)
+
+    def _submit(self, worker: Worker, operation: StorageTask, after: Sequence[Event], timeout: float) -> bool:
+        accepted = False
+        with interrupts_held_back():  # its slots are in flight exactly while the worker has it
+            if not self._synchronous:
+                operation.put_in_flight(self._engine.in_flight)
+            try:
+                accepted = worker.submit(operation, after, timeout=timeout)
+            finally:
+                if not accepted:
+                    self._engine.in_flight.remove(operation)
+        return accepted
+
+
+def _withdraw(worker: Worker, operation: StorageTask) -> bool:
+    """End an operation that was cancelled and still waits; return whether it did."""
+    waited = worker.withdraw(operation)
+    if waited:
+        operation.abandon(OperationCancelledError("the operation was cancelled before it could start"))
+    return waited

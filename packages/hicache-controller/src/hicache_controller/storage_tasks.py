@@ -1,66 +1,27 @@
-"""What storage threads work on: backups and prefetches, and which of their host pages a call uses now."""
+"""What storage workers run: backups and prefetches, and which of their host pages a call to storage uses now."""
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
-
-from hicache_pools.pool_transfer import PoolHitPolicy
+from typing import Any
 
 from .agreement import Agreement
-from .events import Event, HostSignal
+from .events import HostSignal
 from .in_flight import InFlight, PageUse
 from .operations import StorageAck
+from .storage_calls import StorageCalls, StoragePart
 from .transfer_handle import InFlightOperation, Writer
 from .wait_bound import checked_timeout
 
-
-class StoragePart(NamedTuple):
-    """One pool's pages in a storage operation.
-
-    Attributes
-    ----------
-    name
-        Of the pool in the storage.
-    keys
-        One a page.
-    host_indices
-        int64 or int32 slots on CPU, whole pages in the order of ``keys``.
-    parents
-        For each page the key of the page before it, None for a first page; None where pages are independent.
-    hit_policy
-        Whether there is a part for each of the anchor's pages, or one for the last pages only.
-    """
-
-    name: str
-    keys: Sequence[bytes]
-    host_indices: torch.Tensor
-    parents: Sequence[bytes | None] | None = None
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-
-    @property
-    def trailing(self) -> bool:
-        """Whether it is for the last pages only."""
-        return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
-
-    def batch(self, start: int, end: int) -> StoragePart:
-        """Cut out a range of its pages."""
-        page_size = len(self.host_indices) // max(1, len(self.keys))
-        return self._replace(
-            keys=self.keys[start:end],
-            host_indices=self.host_indices[start * page_size : end * page_size],
-            parents=None if self.parents is None else self.parents[start:end],
-        )
+logger = logging.getLogger(__name__)
 
 
 class StorageTask(InFlightOperation):
-    """Host pages that a storage thread reads or writes; in flight until its signal fires.
+    """Host pages that a storage worker reads or writes; in flight until its signal fires.
 
-    Once it is cancelled, only the pages of the call that runs are in flight: storage begins no other.
+    Once it is cancelled, only the pages of the call that runs are in flight: it makes no other.
 
     Attributes
     ----------
@@ -68,58 +29,78 @@ class StorageTask(InFlightOperation):
         One a pool, the anchor's first; none where this rank had no room.
     uses
         What each part does with its slots.
-    after
-        Events the work has to follow.
     error
         What ended it, or None.
     cancelled
-        Whether it is to stop behind the batch that moves now.
-    queued
-        Whether a thread has it, or had it.
+        Whether it is to stop after the batch that moves now.
     """
 
     host_ready: HostSignal
 
     def __init__(
-        self,
-        parts: Sequence[StoragePart],
-        after: Sequence[Event],
-        writers: Sequence[Writer] = (),
-        uses: Sequence[PageUse] = (),
+        self, parts: Sequence[StoragePart], *, writers: Sequence[Writer] = (), uses: Sequence[PageUse] = ()
     ) -> None:
         super().__init__(writers)
         self.parts = tuple(parts)
+        self.whole_parts = tuple(part for part in self.parts if not part.trailing)
+        self.trailing_parts = tuple(part for part in self.parts if part.trailing)
         self.uses = tuple(uses)
-        self.after = tuple(after)
         self.host_ready = HostSignal()
         self.error: BaseException | None = None
         self.cancelled = False
-        self.queued = False
         self._in_flight: InFlight[Any] | None = None
         self._running: slice | None = None
-        self._lock = threading.Lock()  # guards cancelled, _running, and that what is in flight agrees with both
+
+    @property
+    def pages(self) -> int:
+        """Pages of the anchor."""
+        return len(self.parts[0].keys) if self.parts else 0
 
     def put_in_flight(self, in_flight: InFlight[Any]) -> None:
-        """Note its slots there, all of them unless it is cancelled."""
+        """Note its slots there until it ends."""
         in_flight.add(self, self.uses)
         self._in_flight = in_flight
 
-    def begin_call(self, pages: slice) -> bool:
-        """Note that storage is about to use these pages of the parts that are whole; False where it must not any more.
+    def run(self) -> None:
+        """Do the work; what it raises becomes its error."""
+        try:
+            self.check_writers()
+            self._move()
+        except BaseException as error:
+            self.error = error
+            if not isinstance(error, Exception):
+                raise
+            logger.debug("a storage operation failed", exc_info=True)
+        finally:
+            self._end()
+
+    def abandon(self, error: Exception) -> None:
+        """End without having started."""
+        self.cancelled = True
+        self.error = error
+        self._end()
+
+    def cancel(self) -> None:
+        """Let it make no further call to storage; slots that the call which runs does not use are no longer in flight.
+
+        No lock is needed, as this sets ``cancelled`` before it reads which call runs, and :meth:`_begin_call` the other
+        way round: one of the two sees the other.
+        """
+        self.cancelled = True
+        if self._in_flight is not None:
+            self._in_flight.narrow(self, self._uses_of_call())
+
+    def _move(self) -> None:
+        """Make the calls to storage."""
+        raise NotImplementedError
+
+    def _begin_call(self, pages: slice) -> bool:
+        """Note that storage is about to use these pages of every whole part; return False where it must not any more.
 
         ``slice(None)``: all pages of all parts.
         """
-        with self._lock:
-            if not self.cancelled:
-                self._running = pages
-            return not self.cancelled
-
-    def cancel(self) -> None:
-        """Let storage begin no further call for it; slots that the call which runs does not use are free to go."""
-        with self._lock:
-            self.cancelled = True
-            if self._in_flight is not None:
-                self._in_flight.narrow(self, self._uses_of_call())
+        self._running = pages
+        return not self.cancelled
 
     def _uses_of_call(self) -> list[PageUse]:
         pages = self._running
@@ -133,20 +114,10 @@ class StorageTask(InFlightOperation):
             if not part.trailing
         ]
 
-    @property
-    def pages(self) -> int:
-        """Pages of the anchor."""
-        return len(self.parts[0].keys) if self.parts else 0
-
-    @property
-    def whole_parts(self) -> tuple[StoragePart, ...]:
-        """Parts for every page of the anchor, which is the first."""
-        return tuple(part for part in self.parts if not part.trailing)
-
-    @property
-    def trailing_parts(self) -> tuple[StoragePart, ...]:
-        """Parts for the last pages."""
-        return tuple(part for part in self.parts if part.trailing)
+    def _end(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.remove(self)
+        self.host_ready.fire()
 
 
 class BackupOperation(StorageTask):
@@ -166,21 +137,73 @@ class BackupOperation(StorageTask):
         self,
         parts: Sequence[StoragePart],
         node_id: int,
-        after: Sequence[Event] = (),
+        calls: StorageCalls,
+        *,
         writers: Sequence[Writer] = (),
         uses: Sequence[PageUse] = (),
     ) -> None:
-        super().__init__(parts, after, writers, uses)
+        super().__init__(parts, writers=writers, uses=uses)
         self.node_id = node_id
         self.stored_pages = 0
         self.pool_pages: dict[str, int] = {}
+        self._calls = calls
 
     def ack(self) -> StorageAck:
-        """Say what to tell the caller."""
+        """Return what became of it."""
         error = self.error
         if error is None and self.stored_pages < self.pages:
             error = RuntimeError(f"storage took {self.stored_pages} of {self.pages} pages")
         return StorageAck(self.node_id, self.stored_pages, error, self.pool_pages)
+
+    def detached(self) -> BackupOperation:
+        """Return one that is done in its place: acks come in order, and the storage it waits for was detached."""
+        failed = BackupOperation((), self.node_id, self._calls)
+        failed.abandon(RuntimeError("the storage was detached before it had taken the pages"))
+        return failed
+
+    def _move(self) -> None:
+        """Store pages in order; none after a page that cannot be stored, as it could never be found."""
+        calls = self._calls
+        while self.stored_pages < self.pages and not calls.stopping.is_set():
+            start = self.stored_pages
+            end = min(start + calls.batch_pages, self.pages)
+            if not self._begin_call(slice(start, end)):
+                break
+            stored = min(self._store(part.batch(start, end)) for part in self.whole_parts)
+            self.stored_pages += stored
+            calls.metrics.count("backup_pages", stored)
+            if stored < end - start:
+                break
+        if self.stored_pages < self.pages:
+            self._count_missing(self.parts[0], self.pages - self.stored_pages)
+            return
+        for part in self.trailing_parts:
+            # In flight as a whole meanwhile: the slots of a pool that shares others' are free once those are.
+            stored = self._store(part) if self._begin_call(slice(None)) else 0
+            self.pool_pages[part.name] = stored
+            if stored < len(part.keys):
+                self._count_missing(part, len(part.keys))
+                self.error = RuntimeError(f"storage did not take the last pages of pool {part.name}")
+
+    def _store(self, part: StoragePart) -> int:
+        """Store pages of one pool, and try again those that fail; return how many leading ones are stored."""
+        calls = self._calls
+        done = attempts = 0
+        while True:
+            stored = calls.store(part.batch(done, len(part.keys)))
+            done += stored
+            attempts = 1 if stored else attempts + 1
+            if done == len(part.keys) or self.cancelled or attempts > calls.retries:
+                return done
+            if calls.stopping.wait(calls.retry_seconds * 2 ** (attempts - 1)) or self.cancelled:
+                return done
+            calls.metrics.count("backup_retries")
+
+    def _count_missing(self, part: StoragePart, pages: int) -> None:
+        if self.cancelled:
+            self._calls.skipped(pages, part.name)
+        else:
+            self._calls.metrics.count("backup_failed_pages", pages)
 
 
 class PrefetchOperation(StorageTask):
@@ -198,19 +221,20 @@ class PrefetchOperation(StorageTask):
         self,
         parts: Sequence[StoragePart],
         request_id: str,
+        calls: StorageCalls,
         *,
         agreement: Agreement,
-        after: Sequence[Event] = (),
         uses: Sequence[PageUse] = (),
-        deadline_seconds: float | None = None,
+        timeout_seconds: float,
     ) -> None:
-        super().__init__(parts, after, uses=uses)
+        super().__init__(parts, uses=uses)
         self.request_id = request_id
         self.began = self.moved_at = time.monotonic()
+        self._calls = calls
         self._agreement = agreement
         self._agreed: int | None = None
         self._loaded_pages = 0
-        self._deadline_seconds = deadline_seconds
+        self._timeout_seconds = timeout_seconds
 
     @property
     def completed_pages(self) -> int:
@@ -238,23 +262,33 @@ class PrefetchOperation(StorageTask):
         """
         if self._agreed is None:
             timeout = checked_timeout(timeout)
-            if not self.host_ready.synchronize(self._deadline_seconds if timeout is None else timeout):
+            if not self.host_ready.synchronize(self._timeout_seconds if timeout is None else timeout):
                 self.cancel()
             self._agreed = self._agreement.smallest([self._usable()])[0]
         return self._agreed
 
-    def progress(self, pages: int) -> None:
-        """Note that the next ``pages`` pages are there; for the prefetch thread."""
-        self._loaded_pages += pages
-        self.moved_at = time.monotonic()
+    def _move(self) -> None:
+        """Fetch pages in order up to the first that is missing in any pool."""
+        calls = self._calls
+        done = 0
+        # Without its last pages a prefix is of no use, so nothing else is fetched then.
+        complete = all(
+            self._begin_call(slice(None)) and calls.fetch(part) == len(part.keys) for part in self.trailing_parts
+        )
+        while complete and done < self.pages and not calls.stopping.is_set():
+            end = min(done + calls.batch_pages, self.pages)
+            if not self._begin_call(slice(done, end)):
+                break
+            found = min(calls.fetch(part.batch(done, end)) for part in self.whole_parts)
+            self._loaded_pages += found
+            self.moved_at = time.monotonic()
+            calls.metrics.count("prefetch_pages", found)
+            complete = done + found == end
+            done += found
+        if not complete and not self.cancelled:
+            calls.metrics.count("prefetch_missing_pages", self.pages - done)
+        elif done < self.pages:
+            calls.metrics.count("prefetch_cancelled")
 
     def _usable(self) -> int:
         return self._loaded_pages if self._loaded_pages == self.pages or not self.trailing_parts else 0
-
-
-def given_up(backup: BackupOperation) -> BackupOperation:
-    """Stand in for a backup that a storage which was let go is not done with: acks come in order."""
-    failed = BackupOperation((), backup.node_id)
-    failed.error = RuntimeError("the storage was detached before it had taken the pages")
-    failed.host_ready.fire()
-    return failed

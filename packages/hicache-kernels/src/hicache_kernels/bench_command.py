@@ -32,13 +32,13 @@ def bench(
     mib: Annotated[int, typer.Option(min=1, help="MiB of an operation.")] = 512,
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="Measured repetitions of each.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="A small part of the grid.")] = False,
-    interference: Annotated[bool, typer.Option(help="Measure compute beside transfers.")] = True,
+    interference: Annotated[bool, typer.Option(help="Measure compute during transfers.")] = True,
     build: Annotated[bool, typer.Option("--build", help="Time a build of both modules on two cores.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture here; needs matplotlib.")] = None,
     show: Annotated[Path | None, typer.Option(help="Measure nothing: show a report written before.")] = None,
 ) -> None:
-    """Measure transfers as shares of a plain copy, and graphs of matrix products beside them."""
+    """Measure transfers as shares of a plain copy, and graphs of matrix products during them."""
     check_device(device)
     if json_path is not None:
         check_output("--json", json_path, show)
@@ -90,14 +90,19 @@ def _measure(device: str | None, size: int, repeats: int, *, quick: bool, interf
 
 def show_report(report: Report, to: Console) -> None:
     """Print the tables of a report."""
-    from .bench import evaluate_targets
-
     plain = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in report.plain_bytes_per_second.items())
     to.print(
-        f"{report.environment['device']}: a plain copy moves {plain}; the planner goes by constants "
+        f"{report.environment['device']}: a plain copy moves {plain}; the planner uses constants "
         f"{report.constants.source}",
         soft_wrap=True,
     )
+    to.print(_transfer_table(report))
+    if report.disturbances:
+        to.print(_disturbance_table(report))
+    to.print(_target_table(report))
+
+
+def _transfer_table(report: Report) -> Table:
     table = Table(
         "rows",
         "page",
@@ -129,26 +134,33 @@ def show_report(report: Report, to: Console) -> None:
             f"{measured.release_share:.2f}",
             f"{measured.first_layer_share * case.shape.layers:.2f} / {case.shape.layers}",
         )
-    to.print(table)
-    if report.disturbances:
-        beside = Table(
-            "graph",
-            "direction",
-            "path",
-            Column("CTAs", justify="right"),
-            Column("time", justify="right"),
-            Column("ratio", justify="right"),
-            title="graphs beside transfers",
-        )
-        for d in report.disturbances:
-            quota = "" if d.block_quota is None else str(d.block_quota)
-            beside.add_row(d.workload, d.direction.value, d.policy, quota, f"x {d.slowdown:.3f}", f"{d.ratio:.3f}")
-        to.print(beside)
-    targets = Table("target", "limit", "worst", "missed", Column("where", overflow="fold"), title="targets")
+    return table
+
+
+def _disturbance_table(report: Report) -> Table:
+    table = Table(
+        "graph",
+        "direction",
+        "path",
+        Column("CTAs", justify="right"),
+        Column("time", justify="right"),
+        Column("ratio", justify="right"),
+        title="graphs next to transfers",
+    )
+    for d in report.disturbances:
+        quota = "" if d.block_quota is None else str(d.block_quota)
+        table.add_row(d.workload, d.direction.value, d.policy, quota, f"x {d.slowdown:.3f}", f"{d.ratio:.3f}")
+    return table
+
+
+def _target_table(report: Report) -> Table:
+    from .bench import evaluate_targets
+
+    table = Table("target", "limit", "worst", "missed", Column("where", overflow="fold"), title="targets")
     for target in evaluate_targets(report):
         sign = ">=" if target.at_least else "<="
         worst = "" if target.worst is None else f"{target.worst:.3f}"
         colour = {True: "green", False: "red", None: "dim"}[target.holds]
         missed = f"{target.missed} of {target.of}"
-        targets.add_row(target.what, f"{sign} {target.limit}", f"[{colour}]{worst}[/]", missed, target.where)
-    to.print(targets)
+        table.add_row(target.what, f"{sign} {target.limit}", f"[{colour}]{worst}[/]", missed, target.where)
+    return table

@@ -33,7 +33,7 @@ _ERROR_LINES = 3
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """What a library was built from; lies beside it as JSON.
+    """What a library was built from; lies next to it as JSON.
 
     Attributes
     ----------
@@ -162,15 +162,15 @@ def include_flags(spec: ModuleSpec) -> list[str]:
 
 
 def compile_commands(spec: ModuleSpec, compiler: Compiler, archs: Sequence[str], output: Path) -> list[list[str]]:
-    """Commands that compile and link ``spec`` into the shared library ``output``, beside which they may leave files."""
+    """Commands that compile and link ``spec`` into the shared library ``output``; they may leave files next to it."""
     start = [compiler.path, *spec.flags, *arch_flags(spec.device_type, archs)]
-    sources = [*include_flags(spec), *map(str, spec.sources)]
+    inputs = [*include_flags(spec), *map(str, spec.source_files)]
     link = ["-shared", f"-L{Path(find_libtvm_ffi()).parent}", "-ltvm_ffi", "-o", str(output)]
     if spec.device_type != "cuda" or len(archs) == 1:
-        return [[*start, *sources, *link]]
+        return [[*start, *inputs, *link]]
     # nvcc links once for each architecture, through one file for all: threads would read what is not written yet.
     compiled = str(output.with_suffix(".o"))
-    return [[*start, "--threads=0", "-c", *sources, "-o", compiled], [*start, compiled, *link]]
+    return [[*start, "--threads=0", "-c", *inputs, "-o", compiled], [*start, compiled, *link]]
 
 
 def first_errors(output: str) -> str:
@@ -318,7 +318,7 @@ def keep(library: Path, entry: Path) -> None:
     Raises
     ------
     OSError
-        Where the cache is not writable or full; nothing is left behind.
+        Where the cache is not writable or full; nothing is left.
     """
     make_directory(entry.parent)
     staging = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}."))

@@ -19,9 +19,9 @@ import torch
 
 from .build import build_lock, cache_directory
 from .compilers import write_atomically
+from .constants import CPU, H200, DeviceConstants, DirectionConstants
 from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
-from .planner import CPU, H200, DeviceConstants, DirectionConstants
 from .probe import warn_once
 from .staging import Direction, StagingRing, canonical_device
 from .transfer import PlaneTransfer, TransferResult
@@ -38,23 +38,23 @@ CTAS = (1, 2, 4, 8, 16)
 LAUNCHES = 16
 REPEATS = 5
 SPIN_CYCLES = 2_000_000
-MOST_SPREAD = 1.2
-"""Slowest over fastest of some equal copies: where they differ more, somebody else uses the device."""
+MAX_SPREAD = 1.2
+"""Slowest over fastest of some equal copies: where they differ more, something else uses the device."""
 ATTEMPTS = 2
 BUSY_SECONDS = 60.0
 """For so long after measuring failed, other processes go by the defaults without an attempt of their own."""
-LEAST_DIRECT_SHARE = 0.4
-MOST_DIRECT_SHARE = 1.5
+MIN_DIRECT_SHARE = 0.4
+MAX_DIRECT_SHARE = 1.5
 """Best rate of the main module, as a share of a plain copy's; 0.93 on an H200."""
-LEAST_WIDE_SHARE = 0.7
+MIN_WIDE_SHARE = 0.7
 """Share of the bandwidth that the widest 2-D copies reach; 0.98 on an H200."""
-MOST_SECONDS = 200e-6
+MAX_SECONDS = 200e-6
 """A launch, or one more copy; under 20 us on an H200."""
-LEAST_RELAYOUT = 1.5
+MIN_RELAYOUT = 1.5
 """Rate of the re-layout kernel over that of a plain copy; 20 on an H200."""
 
 _known: dict[torch.device, DeviceConstants] = {}
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards _known: threads of a process measure a device once, one at a time
 
 
 def device_constants(device: torch.device | str) -> DeviceConstants:
@@ -99,7 +99,7 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
             return constants
         with contextlib.suppress(OSError):
             if 0 <= time.time() - failed.stat().st_mtime < BUSY_SECONDS:
-                logger.info("calibrating %s failed a moment ago, so the planner goes by defaults", device)
+                logger.info("calibrating %s failed a moment ago, so the planner uses defaults", device)
                 return H200
         reason = ""
         for _ in range(ATTEMPTS):
@@ -108,11 +108,11 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
             except (RuntimeError, ValueError) as error:
                 reason = str(error)
                 continue
-            reason = implausible(constants) or ""
+            reason = wrong_figure(constants) or ""
             if not reason:
                 write_constants(path, constants)
                 return constants
-        logger.warning("calibrating %s failed, so the planner goes by defaults: %s", device, reason)
+        logger.warning("calibrating %s failed, so the planner uses defaults: %s", device, reason)
         with contextlib.suppress(OSError):
             write_atomically(failed, reason.encode())
         return H200
@@ -161,7 +161,7 @@ def read_constants(path: Path) -> DeviceConstants | None:
     """Constants kept in a file; None where it is missing, damaged, another user's, or makes no sense."""
     try:
         constants = constants_from_fields(json.loads(read_text(path)))
-        return constants if implausible(constants) is None else None
+        return constants if wrong_figure(constants) is None else None
     except UntrustedPathError as error:
         warn_once(f"calibration is not used: {error}")
         return None
@@ -201,7 +201,7 @@ def measure(device: torch.device | str) -> DeviceConstants:
             relayout_bytes_per_second=probe.relayout_bytes_per_second(),
         )
         after = probe.copy_seconds()
-    if max(before, after) > MOST_SPREAD * min(before, after):
+    if max(before, after) > MAX_SPREAD * min(before, after):
         raise RuntimeError(f"equal copies took {before * 1e3:.3f} ms and {after * 1e3:.3f} ms: others use {device}")
     logger.info("calibrated %s in %.2f s: %s", device, time.perf_counter() - start, constants)
     return constants
@@ -218,7 +218,7 @@ class _Timing:
 class _Probe:
     """Two buffers, a staging ring, and the transfers that are timed over them.
 
-    Work is queued behind a kernel that spins, so that times are those of a busy device: what the caller's thread needs
+    Work is queued after a kernel that spins, so that times are those of a busy device: what the caller's thread needs
     to queue an operation is hidden. What an operation of hardly any bytes takes is subtracted.
     """
 
@@ -290,14 +290,14 @@ class _Probe:
             Where equal copies take different times.
         """
         found = [self._time(self._copy_to_host, repeats=1).seconds for _ in range(REPEATS)]
-        if max(found) > MOST_SPREAD * min(found):
+        if max(found) > MAX_SPREAD * min(found):
             raise RuntimeError(
                 f"equal copies took {min(found) * 1e3:.3f} to {max(found) * 1e3:.3f} ms: others use {self._device}"
             )
         return median(found)
 
     def direction(self, direction: Direction) -> DirectionConstants:
-        """Measure one direction, but for what single copies and 2-D copies cost, which stay the defaults.
+        """Measure one direction, except what single copies and 2-D copies cost: those stay the defaults.
 
         Measured in the moment, 2-D copies seem as fast as plain ones, as what they read is in the caches of the CPU:
         those 8 to 18 KB wide made 0.92 to 0.97 of the bus, and 0.80 to 0.90 in operations of 512 MiB (on an H200).
@@ -361,33 +361,33 @@ def _sane(value: float, default: float) -> float:
     return max(value, default / 20)
 
 
-def implausible(constants: DeviceConstants) -> str | None:
+def wrong_figure(constants: DeviceConstants) -> str | None:
     """Say why constants cannot be those of an idle device, in a few words; None where they can."""
     for name, direction in (("write_back", constants.write_back), ("load", constants.load)):
-        reason = _implausible_direction(direction)
+        reason = _wrong_figure_of(direction)
         if reason is not None:
             return f"{name}: {reason}"
-    if not 0 < constants.launch_seconds < MOST_SECONDS:
+    if not 0 < constants.launch_seconds < MAX_SECONDS:
         return f"launch_seconds is {constants.launch_seconds:.3g}"
     fastest = max(constants.write_back.copy_bytes_per_second, constants.load.copy_bytes_per_second)
-    if constants.relayout_bytes_per_second < LEAST_RELAYOUT * fastest:
+    if constants.relayout_bytes_per_second < MIN_RELAYOUT * fastest:
         return f"relayout_bytes_per_second is {constants.relayout_bytes_per_second:.3g}, copies make {fastest:.3g}"
     return None
 
 
-def _implausible_direction(direction: DirectionConstants) -> str | None:
+def _wrong_figure_of(direction: DirectionConstants) -> str | None:
     numbers = [value for value in dataclasses.astuple(direction) if not isinstance(value, tuple)]
     for table in (direction.width_efficiency, direction.direct_rates):
         numbers += [value for _, value in table] or [0.0]
     if not all(number > 0 for number in numbers):
         return "a figure is not positive"
     best = max(rate for _, rate in direction.direct_rates) / direction.copy_bytes_per_second
-    if not LEAST_DIRECT_SHARE <= best <= MOST_DIRECT_SHARE:
+    if not MIN_DIRECT_SHARE <= best <= MAX_DIRECT_SHARE:
         return f"direct transfers reach {best:.2f} of a plain copy"
     widest = direction.width_efficiency[-1][1]
-    if not LEAST_WIDE_SHARE <= widest <= 1:
+    if not MIN_WIDE_SHARE <= widest <= 1:
         return f"wide 2-D copies reach {widest:.2f} of a plain copy"
     for name in ("batch_copy_seconds", "batch_submit_seconds", "copy_seconds", "copy_2d_seconds"):
-        if getattr(direction, name) > MOST_SECONDS:
+        if getattr(direction, name) > MAX_SECONDS:
             return f"{name} is {getattr(direction, name):.3g}"
     return None

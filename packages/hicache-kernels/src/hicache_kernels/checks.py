@@ -19,8 +19,6 @@ class CheckedIndices:
 
     Attributes
     ----------
-    host, device
-        As given; contiguous, of one length.
     pages
         Host pages in order, int64 ``[pages]`` on CPU; None where the host indices lie on the device.
     page_count
@@ -29,8 +27,6 @@ class CheckedIndices:
         Runs of neighbouring host pages; the number of pages where they are not known.
     """
 
-    host: torch.Tensor
-    device: torch.Tensor
     pages: torch.Tensor | None
     page_count: int
     runs: int
@@ -164,7 +160,7 @@ def check_indices(
         if check_all:
             _host_pages(host_indices.cpu(), page_size)
         pages = host_indices.numel() // page_size
-        return CheckedIndices(host_indices, device_indices, None, pages, pages)
+        return CheckedIndices(None, pages, pages)
     host_pages = _host_pages(host_indices, page_size)
     runs = int(np.count_nonzero(np.diff(host_pages) != 1)) + 1 if len(host_pages) else 0
-    return CheckedIndices(host_indices, device_indices, torch.from_numpy(host_pages), len(host_pages), runs)
+    return CheckedIndices(torch.from_numpy(host_pages), len(host_pages), runs)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from .ahead import build_ahead, group_archs
+from .aot import build_aot, group_archs
 from .bench_command import bench
 from .command_line import FAILED, CommandError, CommandGroup, errors, output, show, unwritable
 from .spec import MODULE_NAMES, module_specs
@@ -56,7 +56,7 @@ def build(
     failures = []
     try:
         with errors.status("building"):
-            for result in build_ahead(archs, out, specs=specs, jobs=jobs):
+            for result in build_aot(archs, out, specs=specs, jobs=jobs):
                 if result.library is None:
                     failures.append(f"{result.key}: {result.error}")
                     continue

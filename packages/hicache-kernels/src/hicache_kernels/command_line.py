@@ -115,7 +115,7 @@ def show(*parts: RenderableType, highlight: bool | None = None) -> None:
 
 @contextlib.contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM end a command in order, as Ctrl-C does: what it keeps in temporary files must not stay behind."""
+    """Let SIGTERM end a command in order, as Ctrl-C does: what it keeps in temporary files must not be left."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

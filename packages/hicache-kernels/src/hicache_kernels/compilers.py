@@ -38,8 +38,7 @@ exit $code
 when this process ends, also where it is killed and can do nothing itself."""
 _alive: set[int] = set()
 """Those other ends. A forked process closes its copies, or a compiler would outlive the process that started it."""
-_starting = threading.RLock()
-"""Held while a compiler starts and while a process forks: a process forked in between would hold on to its pipes."""
+_starting = threading.RLock()  # guards the start of a compiler against a fork, whose child would keep its pipes open
 _DEFAULT_HOMES = {"cpu": (), "cuda": ("/usr/local/cuda",), "rocm": ("/opt/rocm",)}
 
 
@@ -56,7 +55,7 @@ class Compiler:
     path
         The executable as found; it may be a wrapper script.
     real_path
-        The executable behind it, the same where it is none or unknown.
+        The executable that it starts; the same where it is none or unknown.
     version
         What ``--version`` prints.
     """
@@ -185,12 +184,12 @@ def _ask(device_type: str, path: str) -> Compiler:
         raise BuildError(f"{path} --version failed: {' '.join((result.stderr + result.stdout).split())[:300]}")
     real_path = os.path.realpath(path)
     if device_type == "cuda":
-        # A wrapper on PATH keeps its time stamp when the toolkit behind it is replaced; nvcc itself knows where it is.
+        # A wrapper on PATH keeps its time stamp when the toolkit it starts is replaced; nvcc itself knows where it is.
         dry_run = run_compiler(device_type, [path, "--dryrun", "-x", "cu", "-c", os.devnull])
         top = re.search(r"^#\$ TOP=(.+)$", dry_run.stdout + dry_run.stderr, re.MULTILINE)
         if top:
-            behind = os.path.realpath(Path(top.group(1).strip()) / "bin" / "nvcc")
-            real_path = behind if os.path.isfile(behind) else real_path
+            nvcc = os.path.realpath(Path(top.group(1).strip()) / "bin" / "nvcc")
+            real_path = nvcc if os.path.isfile(nvcc) else real_path
     return Compiler(path, real_path, result.stdout.strip())
 
 
@@ -235,7 +234,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises
     ------
     OSError
-        Where the directory is not writable, or is so for other users too, or the disk is full; nothing is left behind.
+        Where the directory is not writable, or is so for other users too, or the disk is full; nothing is left.
     """
     make_directory(path.parent)
     os.close(open_directory(path.parent))

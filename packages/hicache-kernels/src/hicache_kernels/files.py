@@ -82,8 +82,8 @@ def read_files(
     paths
         Names of the files.
     views
-        For each file where its bytes go, one view behind the other: writable and contiguous, in CPU memory. That
-        memory must stay, and nobody may rely on its bytes, until the call returns. Views made one by one are not kept.
+        For each file where its bytes go, one view after the other: writable and contiguous, in CPU memory. That
+        memory must stay, and its bytes are undefined, until the call returns. Views made one by one are not kept.
     threads
         Most files read at once, each in a thread that ends with the call, a single one in the caller's.
     checksum
@@ -94,7 +94,7 @@ def read_files(
     Returns
     -------
     list of FileRead
-        One a file, in order. What the system says about a file is told here and never raised.
+        One a file, in order. What the system says about a file is reported here and never raised.
 
     Raises
     ------

@@ -37,9 +37,9 @@ class HostRange(NamedTuple):
     device_address: int
 
 
-# Invariant: ascending, and no two overlap. Replaced whole under the lock, so that readers need none.
+# Invariant: ascending, and no two overlap. Replaced whole, so that readers need no lock.
 _ranges: tuple[HostRange, ...] = ()
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards the change of _ranges from its old value to the new one
 
 
 def add_host_ranges(ranges: Iterable[HostRange]) -> None:
@@ -78,14 +78,14 @@ def kernel_address(name: str, tensor: torch.Tensor, nbytes: int) -> int:
     """Address at which kernels find the first element of a tensor.
 
     It is the tensor's own for device memory and for host memory that is not pinned, the one given to
-    :func:`add_host_ranges` inside such a range, and what the runtime says for memory that somebody else pinned.
+    :func:`add_host_ranges` inside such a range, and what the runtime says for memory that was pinned by other code.
 
     Parameters
     ----------
     name
         What the memory is called in an error.
     tensor, nbytes
-        Where it starts, and the bytes behind that address that a kernel may touch.
+        Where it starts, and the bytes from there on that a kernel may touch.
 
     Raises
     ------

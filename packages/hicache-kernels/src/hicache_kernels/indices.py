@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -14,9 +13,7 @@ ScanFunction = Callable[..., int]
 UploadFunction = Callable[..., None]
 
 
-@functools.cache
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.int64, device="cpu")
+NO_INDICES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _content(indices: torch.Tensor) -> torch.Tensor | None:
@@ -67,8 +64,8 @@ class OperationIndices:
         self.page_count = page_count
         self.runs = runs
         self.captured = captured
-        self.host_slots = host if pool is None or host.device.type != "cpu" else None
-        self.device_slots = device if pool is None or device.device.type != "cpu" else None
+        self.host_slots = host if pool is None or not host.is_cpu else None
+        self.device_slots = device if pool is None or not device.is_cpu else None
         self.uploads: list[Upload] = []
         self._pool = pool
         self._contents: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
@@ -86,7 +83,7 @@ class OperationIndices:
         return _same(self._contents[0], host) and _same(self._contents[1], device)
 
     def __del__(self) -> None:
-        # Whoever still works with these indices holds them, and has the events recorded before letting go.
+        # A call that still works with these indices holds them, and records the events before it drops them.
         if self._pool is not None:
             for upload in self.uploads:
                 self._pool.give_back(upload)
@@ -136,39 +133,50 @@ class IndexReader:
         TypeError, ValueError, IndexError
             Naming the tensor, its value and what is accepted.
         """
-        if not keep:
-            return self._read(host, device, stream)
-        last = self._last
-        capturing = stream is not None and torch.cuda.is_current_stream_capturing()
-        # A graph would read what was uploaded for an earlier call long after that is gone.
-        known = last is not None and not capturing and last[1] == stream and not device_checks_enabled()
-        if known and last is not None and last[0].serve(host, device):
-            return last[0]
-        read = self._read(host, device, stream)
-        if not read.captured:
-            read.keep()
-            self._last = read, stream
-        return read
-
-    def _read(self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None) -> OperationIndices:
+        if keep:
+            known = self._known(host, device, stream)
+            if known is not None:
+                return known
+        indices: OperationIndices | None = None
         plain = type(host) is type(device) is torch.Tensor and host.is_cpu and (device.is_cpu or device.is_cuda)
         if self._scan is not None and plain and host.layout is device.layout is torch.strided:
-            page_count = host.shape[0] // self._page_size if host.dim() == 1 else 0
-            itself = self._page_size == 1 and host.dtype is torch.int64
+            size = self._page_size
+            page_count = host.shape[0] // size if host.dim() == 1 else 0
+            # Pages of one slot are the indices themselves.
+            itself = size == 1 and host.dtype is torch.int64
             pages = host if itself else torch.empty(page_count, dtype=torch.int64, device="cpu")
+            handle = 0 if stream is None else stream.cuda_stream
             runs = self._scan(
                 host,
                 device,
-                _nothing() if itself else pages,
-                self._page_size,
+                NO_INDICES if itself else pages,
+                size,
                 self._host_slots,
                 self._device_slots,
                 self._device_id,
-                0 if stream is None else stream.cuda_stream,
+                handle,
             )
             if runs >= 0:
-                return OperationIndices(host, device, pages, page_count, runs, None if stream is None else self._pool)
-        return self._read_checked(host, device, stream)  # finds the fault and raises
+                pool = None if stream is None else self._pool
+                indices = OperationIndices(host, device, pages, page_count, runs, pool)
+        if indices is None:
+            indices = self._read_checked(host, device, stream)  # finds the fault and raises
+        if keep and not indices.captured:
+            indices.keep()
+            self._last = indices, stream
+        return indices
+
+    def _known(
+        self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> OperationIndices | None:
+        """Return the indices of the last load of a layer where these are the same and unchanged."""
+        last = self._last
+        if last is None or last[1] != stream or device_checks_enabled():
+            return None
+        # A graph would read what was uploaded for an earlier call long after that is gone.
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            return None
+        return last[0] if last[0].serve(host, device) else None
 
     def _read_checked(
         self, host: torch.Tensor, device: torch.Tensor, stream: torch.cuda.Stream | None
@@ -190,48 +198,41 @@ class IndexReader:
         pool = None if stream is None else self._pool
         return OperationIndices(host, device, checked.pages, checked.page_count, checked.runs, pool, captured=captured)
 
-    # ---- where kernels read them
-
-    def device_slots(self, indices: OperationIndices, stream: torch.cuda.Stream | None) -> torch.Tensor:
-        """Device slots where kernels on ``stream`` read them; :meth:`done` follows."""
-        if indices.device_slots is None:
-            (indices.device_slots,) = self._uploaded(indices, (indices.device,), stream)
-        return indices.device_slots
-
-    def both_slots(
-        self, indices: OperationIndices, stream: torch.cuda.Stream | None
+    def on_device(
+        self, indices: OperationIndices, stream: torch.cuda.Stream | None, *, both: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Host and device slots where kernels on ``stream`` read them, of one dtype; :meth:`done` follows."""
+        """Host and device slots where kernels on ``stream`` read them; :meth:`done` follows.
+
+        With ``both`` they are of one dtype; without it only the device slots have to be there.
+        """
         host, device = indices.host_slots, indices.device_slots
-        if host is None and device is None:
-            host, device = self._uploaded(indices, (indices.host, indices.device), stream)
-        elif host is None:
-            (host,) = self._uploaded(indices, (indices.host,), stream)
-        elif device is None:
-            (device,) = self._uploaded(indices, (indices.device,), stream)
-        indices.host_slots, indices.device_slots = host, device
-        if device is None or host.dtype is not device.dtype:
+        missing = [indices.host] if both and host is None else []
+        if device is None:
+            missing.append(indices.device)
+        if missing:
+            # Upload as many slots as the operation has, once or twice, widened to int64.
+            if stream is None or self._upload is None:
+                brought = [slots.long().to(self._device) for slots in missing]
+            else:
+                count = indices.host.numel()
+                upload = self._pool.take(count * len(missing))
+                indices.uploads.append(upload)
+                second = missing[1] if len(missing) == 2 else NO_INDICES
+                self._upload(missing[0], second, upload.pinned, upload.on_device, stream.cuda_stream)
+                brought = [upload.on_device.narrow(0, count * place, count) for place in range(len(missing))]
+            if device is None:
+                device = indices.device_slots = brought.pop()
+            if brought:
+                host = indices.host_slots = brought.pop()
+        if host is None or device is None:
+            return indices.host, indices.device if device is None else device
+        if both and host.dtype is not device.dtype:
             # Not kept: what the caller writes into a list on the device has to be seen by the next call.
-            return host.long(), self.device_slots(indices, stream).long()
+            return host.long(), device.long()
         return host, device
 
-    def _uploaded(
-        self, indices: OperationIndices, lists: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
-    ) -> list[torch.Tensor]:
-        """Queue the upload of as many slots as the operation has, once or twice, widened to int64."""
-        if stream is None or self._upload is None:
-            return [slots.long().to(self._device) for slots in lists]
-        count = indices.host.numel()
-        upload = self._pool.take(count * len(lists))
-        indices.uploads.append(upload)
-        second = lists[1] if len(lists) == 2 else _nothing()
-        self._upload(lists[0], second, upload.pinned, upload.on_device, stream.cuda_stream)
-        return [upload.on_device.narrow(0, count * place, count) for place in range(len(lists))]
-
-    def done(self, indices: OperationIndices, stream: torch.cuda.Stream | None) -> None:
-        """Tell that everything which reads the indices is queued on ``stream``: their memory is kept until then."""
-        if stream is None:
-            return
+    def done(self, indices: OperationIndices, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the indices until ``stream`` has done what is queued now; call once all readers are."""
         for upload in indices.uploads:
             upload.event.record(stream)
         if not indices.captured:

@@ -15,6 +15,7 @@ import torch
 
 from . import row_copy, row_sets
 from .probe import unavailable_reason
+from .rows import DIRECT_ALIGNMENT, STAGED_ALIGNMENT
 from .spec import module_device_type
 
 logger = logging.getLogger(__name__)
@@ -264,7 +265,7 @@ def can_use_hicache_jit_kernel(
     Any positive multiple of 4 will do. The module is built or loaded by the first call that gets this far; this never
     raises.
     """
-    return _can_use("main", element_size, row_sets.DIRECT_GRANULE)
+    return _can_use("main", element_size, DIRECT_ALIGNMENT)
 
 
 def can_use_write_back_jit_kernel(
@@ -275,14 +276,14 @@ def can_use_write_back_jit_kernel(
     Any positive multiple of 16 will do. The module is built or loaded by the first call that gets this far; this never
     raises.
     """
-    return _can_use("staged", element_size, row_sets.STAGED_GRANULE)
+    return _can_use("staged", element_size, STAGED_ALIGNMENT)
 
 
-def _can_use(module: str, element_size: int, granule: int) -> bool:
+def _can_use(module: str, element_size: int, alignment: int) -> bool:
     # Asked by engines about values they have not looked at: what is no whole number is a refusal too.
     whole = isinstance(element_size, numbers.Integral)
-    if not whole or element_size <= 0 or element_size % granule:
-        _log_refusal(module, repr(element_size) if not whole else str(element_size), granule)
+    if not whole or element_size <= 0 or element_size % alignment:
+        _log_refusal(module, repr(element_size) if not whole else str(element_size), alignment)
         return False
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # The loader logs the reason, once.
@@ -290,12 +291,12 @@ def _can_use(module: str, element_size: int, granule: int) -> bool:
 
 
 @functools.cache
-def _log_refusal(module: str, element_size: str, granule: int) -> None:
+def _log_refusal(module: str, element_size: str, alignment: int) -> None:
     logger.warning(
         "the %s module cannot move rows of %s bytes: they must be a positive multiple of %d",
         module,
         element_size,
-        granule,
+        alignment,
     )
 
 

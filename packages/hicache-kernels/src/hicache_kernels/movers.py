@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import tvm_ffi
 
-from .host_ranges import kernel_address
-from .pieces import StagingLayout, staging_layout
+from .layer_events import NO_HANDLES, LayerEvents
+from .pieces import staging_layout
 from .plane import Plane
 from .planner import BULK_MULTIPLE, layer_groups
-from .rows import OtherSide, RowTables, build_tables
+from .rows import STAGED_ALIGNMENT, RowTables, build_tables, copy_strides, kernel_strides
 from .staging import Direction, StagingRing
+from .streams import own_stream
 
 DIRECT_THREADS = 1024
 """Threads of a CTA of a direct write-back: few, full CTAs keep the bus busy with the fewest SMs."""
@@ -31,44 +33,12 @@ where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row ke
 split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
-STAGED_ROW_MULTIPLE = 16
-"""Row bytes of the staged path are multiples of this."""
-LEAST_COPY_BYTES = 2 << 20
+MIN_COPY_BYTES = 2 << 20
 """Average bytes of a copy from which copies without staging keep the bus busy."""
-LEAST_COPY_WIDTH = 64 << 10
-"""Width of a 2-D copy from which it runs at full speed beside compute, too. Loads 16, 32 and 64 KB wide reach 0.86,
-0.99 and 1.00 of a plain copy on an idle device, and 0.48, 0.73 and 0.99 beside matrix products that are bound by its
+MIN_COPY_WIDTH = 64 << 10
+"""Width of a 2-D copy from which it runs at full speed next to compute, too. Loads 16, 32 and 64 KB wide reach 0.86,
+0.99 and 1.00 of a plain copy on an idle device, and 0.48, 0.73 and 0.99 next to matrix products that are bound by its
 memory (a tuning run on an H200)."""
-NO_EVENTS = torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-def copy_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
-    """Planes' places in host memory, by the addresses that copies take."""
-    return tuple(_host_side(plane, plane.host.buffer.data_ptr() + plane.host.strides.offset) for plane in planes)
-
-
-def kernel_sides(planes: Sequence[Plane]) -> tuple[OtherSide, ...]:
-    """Planes' places in host memory, by the addresses that kernels take.
-
-    Raises
-    ------
-    ValueError
-        Where a plane spans registrations whose device addresses lie at unequal distances from their host addresses.
-    """
-    sides = []
-    for plane in planes:
-        start, end = plane.host.strides.offset, plane.host_end
-        name = f"the host buffer of plane {plane.name}"
-        sides.append(_host_side(plane, kernel_address(name, plane.host.buffer[start:end], end - start)))
-    return tuple(sides)
-
-
-def _host_side(plane: Plane, base: int) -> OtherSide:
-    return OtherSide(base, plane.host.strides.page, plane.host.strides.layer, plane.host.strides.slot)
-
-
-def _staging_sides(layout: StagingLayout) -> tuple[OtherSide, ...]:
-    return tuple(OtherSide(plane.offset, plane.page, plane.layer, plane.slot) for plane in layout.planes)
 
 
 class DirectMover:
@@ -84,14 +54,11 @@ class DirectMover:
     def __init__(self, planes: Sequence[Plane], module: tvm_ffi.Module) -> None:
         self._move = module["move_rows"]
         self._move_layers = module["move_layers"]
+        self._device = planes[0].device.device
         self._row_bytes = min(plane.row_bytes for plane in planes)
-        self._tables = build_tables(planes, kernel_sides(planes), layered=True)
+        self._tables = build_tables(planes, kernel_strides(planes), layered=True)
         self._described: dict[tuple[bool, int | None], tvm_ffi.Tensor] = {}
-
-    @property
-    def tables(self) -> torch.Tensor:
-        """Device memory that queued kernels read."""
-        return self._tables.tables
+        self._turns = itertools.count()
 
     def move(
         self,
@@ -101,15 +68,70 @@ class DirectMover:
         to_device: bool,
         layer: int | None,
         blocks: int,
-        stream: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         """Queue the move of one layer (or all) on ``stream``; both index tensors are of one dtype, on the device."""
         threads = DIRECT_THREADS
         if to_device and layer is not None:
             threads = min(threads, max(128, -(-DIRECT_LOAD_THREADS // (32 * blocks)) * 32))
-        groups = self._groups(to_device, layer)
-        bulk = self._bulk(to_device, blocks)
-        self._move(groups, source_indices, destination_indices, blocks, threads, bulk, stream)
+        groups = self._described.get((to_device, layer))
+        if groups is None:
+            groups = self._describe(to_device, layer)
+        bulk = self._bulk(blocks) if to_device else 0
+        handle = 0 if stream is None else stream.cuda_stream
+        self._move(groups, source_indices, destination_indices, blocks, threads, bulk, handle)
+        if stream is not None and not torch.cuda.is_current_stream_capturing():
+            self._tables.tables.record_stream(stream)
+
+    def load_with_events(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        layers: range,
+        events: LayerEvents,
+        blocks: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Queue the load of layers in order, with an event after each.
+
+        One kernel takes all of them and counts its warps out of each, which a second stream waits for: so the bus is
+        busy from the first byte to the last. Where that cannot be, it is a kernel a layer, on two streams in turn:
+        while one starts or drains, the other keeps the bus busy; each gets half the CTAs, so that both together hold no
+        more than the quota.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            done = torch.empty(len(layers), dtype=torch.int32, device=self._device)
+            # Loads of other streams may be under way: this one's events should not wait for theirs.
+            side = self.streams[next(self._turns) % len(self.streams)]
+            if self.load_layers(
+                host_slots,
+                device_slots,
+                first_layer=layers.start,
+                done=done,
+                events=events.handles,
+                blocks=blocks,
+                stream=stream.cuda_stream,
+                side_stream=side.cuda_stream,
+            ):
+                done.record_stream(side)
+                self._tables.tables.record_stream(stream)
+                return
+        fork = stream.record_event()
+        streams = self.streams[: min(2, blocks)]
+        for each in streams:
+            each.wait_event(fork)
+        for layer, event in zip(layers, events.events, strict=True):
+            each = streams[layer % len(streams)]
+            self.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks // len(streams), stream=each)
+            event.record(each)
+        # What the streams read is reused only by this stream's later work.
+        for each in streams:
+            stream.wait_stream(each)
+
+    @functools.cached_property
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
+        """Streams of the layers of loads with events."""
+        return tuple(own_stream(self._device, f"layers, {number}") for number in range(2))
 
     def load_layers(
         self,
@@ -130,7 +152,7 @@ class DirectMover:
         host_slots, device_slots
             As in :meth:`move`.
         first_layer
-            The layers are this one and those behind it, as many as ``done`` has entries.
+            The layers are this one and the next, as many as ``done`` has entries.
         done
             int32 ``[layers]`` on the device, written to.
         events
@@ -145,7 +167,9 @@ class DirectMover:
         bool
             False, with no row moved, where it takes more than one kernel or the runtime cannot wait for one's counts.
         """
-        groups = self._groups(True, first_layer)
+        groups = self._described.get((True, first_layer))
+        if groups is None:
+            groups = self._describe(True, first_layer)
         queued: int = self._move_layers(
             groups,
             host_slots,
@@ -154,22 +178,20 @@ class DirectMover:
             events,
             blocks,
             DIRECT_THREADS,
-            self._bulk(True, blocks),
+            self._bulk(blocks),
             stream,
             side_stream,
         )
         return queued == 1
 
-    def _bulk(self, to_device: bool, blocks: int) -> int:
-        """Shared memory of a CTA for bulk copies; 0 where the row kernel is as fast, as it is for all write-backs."""
+    def _bulk(self, blocks: int) -> int:
+        """Shared memory of a CTA for the bulk copies of a load; 0 where the row kernel is as fast."""
         long = self._row_bytes >= BULK_LOAD_ROW_BYTES and self._row_bytes % BULK_MULTIPLE == 0
-        return BULK_SHARED_BYTES if to_device and long and blocks >= BULK_BLOCKS else 0
+        return BULK_SHARED_BYTES if long and blocks >= BULK_BLOCKS else 0
 
-    def _groups(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
-        key = (to_device, layer)
-        groups = self._described.get(key)
-        if groups is None:
-            groups = self._described[key] = tvm_ffi.from_dlpack(self._tables.groups(to_device=to_device, layer=layer))
+    def _describe(self, to_device: bool, layer: int | None) -> tvm_ffi.Tensor:
+        groups = tvm_ffi.from_dlpack(self._tables.groups(to_device=to_device, layer=layer))
+        self._described[to_device, layer] = groups
         return groups
 
 
@@ -181,11 +203,11 @@ def _row_lines(planes: Sequence[Plane]) -> tvm_ffi.Tensor | None:
         if rows.block_slots > 1 and rows.block_stride != rows.block_slots * rows.slot_stride:
             return None
     for layer in range(planes[0].device.layers):
-        for plane, side in zip(planes, copy_sides(planes), strict=True):
+        for plane, side in zip(planes, copy_strides(planes), strict=True):
             rows = plane.device
             slot = rows.block_stride if rows.block_slots == 1 else rows.slot_stride
             for row in range(rows.rows_per_layer):
-                host = side.base + layer * side.layer + row * plane.row_bytes
+                host = side.offset + layer * side.layer + row * plane.row_bytes
                 base = rows.bases[layer * rows.rows_per_layer + row]
                 table.append([base, host, plane.row_bytes, slot, side.slot, side.page])
     return tvm_ffi.from_dlpack(torch.tensor(table, dtype=torch.int64, device="cpu"))
@@ -229,10 +251,10 @@ class StagedMover:
         blocks: int,
     ) -> None:
         for plane in planes:
-            if plane.row_bytes % STAGED_ROW_MULTIPLE:
+            if plane.row_bytes % STAGED_ALIGNMENT:
                 raise ValueError(
                     f"plane {plane.name}: rows of {plane.row_bytes} bytes; staged transfers need multiples of "
-                    f"{STAGED_ROW_MULTIPLE}"
+                    f"{STAGED_ALIGNMENT}"
                 )
         self._planes = tuple(planes)
         self._write_back = module["write_back"]
@@ -240,38 +262,35 @@ class StagedMover:
         self._copy_runs = module["copy_runs"]
         self._lines = _row_lines(planes)
         self._lines_per_layer = sum(plane.device.rows_per_layer for plane in planes)
-        self._ring = ring
+        self.write_lane = ring.lane(Direction.WRITE_BACK)
+        self.load_lane = ring.lane(Direction.LOAD)
         self._boundaries = tvm_ffi.from_dlpack(torch.tensor(sorted(boundaries), dtype=torch.int64, device="cpu"))
         self._blocks = blocks
+        self._layers = planes[0].device.layers
         self._page_size = planes[0].host.page_size
         self._page_bytes = sum(plane.element_bytes for plane in planes) * self._page_size
-        self._lock = threading.Lock()
+        # Keys of a direction are looked up and added with its lane's lock held.
         self._prepared: dict[tuple[Direction, int, int], _Prepared] = {}
         # Fails here, not in the first transfer, where addresses do not fit.
         self._prepare(Direction.LOAD, 1, 1)
 
     def _prepare(self, direction: Direction, chunk_pages: int, layers: int) -> _Prepared:
         """Pieces, groups and row tables for staging buffers of ``chunk_pages`` pages of ``layers`` layers."""
-        with self._lock:
-            prepared = self._prepared.get((direction, chunk_pages, layers))
-            if prepared is None:
-                to_device = direction is Direction.LOAD
-                layout = staging_layout(self._planes, layers=layers, chunk_pages=chunk_pages)
-                tables = build_tables(self._planes, _staging_sides(layout), layered=layers > 1, inner=self._page_size)
-                if min(tables.vector_bytes) < STAGED_ROW_MULTIPLE:
-                    names = ", ".join(plane.name for plane in self._planes)
-                    raise ValueError(
-                        f"planes {names}: device addresses or strides are not multiples of {STAGED_ROW_MULTIPLE} "
-                        "bytes, which staged transfers need"
-                    )
-                groups = tables.groups(to_device=to_device, layer=0, layers=layers)
-                prepared = self._prepared[direction, chunk_pages, layers] = _Prepared(
-                    tvm_ffi.from_dlpack(layout.pieces), tvm_ffi.from_dlpack(groups), tables
-                )
-            return prepared
+        layout = staging_layout(self._planes, layers=layers, chunk_pages=chunk_pages)
+        tables = build_tables(self._planes, layout.planes, layered=layers > 1, inner=self._page_size)
+        if min(tables.vector_bytes) < STAGED_ALIGNMENT:
+            names = ", ".join(plane.name for plane in self._planes)
+            raise ValueError(
+                f"planes {names}: device addresses or strides are not multiples of {STAGED_ALIGNMENT} bytes, which "
+                "staged transfers need"
+            )
+        groups = tables.groups(to_device=direction is Direction.LOAD, layer=0, layers=layers)
+        prepared = _Prepared(tvm_ffi.from_dlpack(layout.pieces), tvm_ffi.from_dlpack(groups), tables)
+        self._prepared[direction, chunk_pages, layers] = prepared
+        return prepared
 
     def write_back(self, pages: torch.Tensor, slots: torch.Tensor, stream: torch.cuda.Stream | None) -> int:
-        """Queue the write-back of whole pages; returns the number of copies.
+        """Queue the write-back of whole pages; returns the number of copies. Call with the lane's lock held.
 
         Parameters
         ----------
@@ -282,31 +301,30 @@ class StagedMover:
         stream
             The caller's stream; None on CPU.
         """
-        lane = self._ring.lane(Direction.WRITE_BACK)
-        with lane.lock:
-            layers = self._planes[0].device.layers
-            chunk_pages = lane.chunk_pages(self._page_bytes * layers)
+        lane, layers = self.write_lane, self._layers
+        chunk_pages = lane.chunk_pages(self._page_bytes * layers)
+        prepared = self._prepared.get((Direction.WRITE_BACK, chunk_pages, layers))
+        if prepared is None:
             prepared = self._prepare(Direction.WRITE_BACK, chunk_pages, layers)
-            copies: int = self._write_back(
-                prepared.pieces,
-                prepared.groups,
-                pages,
-                slots,
-                lane.table,
-                self._boundaries,
-                self._page_size,
-                chunk_pages,
-                lane.cursor,
-                self._blocks,
-                STAGED_THREADS,
-                0 if stream is None else stream.cuda_stream,
-                lane.stream_handle,
-            )
-            # Where there are several chunks, the first is short, which can make one more.
-            chunks = -(-pages.numel() // chunk_pages)
-            lane.advance(chunks + (chunks > 1))
-            lane.used_by(stream, prepared.tables.tables)
-            return copies
+        copies: int = self._write_back(
+            prepared.pieces,
+            prepared.groups,
+            pages,
+            slots,
+            lane.table,
+            self._boundaries,
+            self._page_size,
+            chunk_pages,
+            lane.cursor,
+            self._blocks,
+            STAGED_THREADS,
+            0 if stream is None else stream.cuda_stream,
+            lane.stream_handle,
+        )
+        # Where there are several chunks, the first is short, which can make one more.
+        chunks = -(-pages.shape[0] // chunk_pages)
+        lane.filled(chunks + (chunks > 1), stream, prepared.tables.tables)
+        return copies
 
     def load(
         self,
@@ -317,42 +335,27 @@ class StagedMover:
         first_layer: int,
         end_layer: int,
         layers_each: int = 1,
-        copy_events: torch.Tensor = NO_EVENTS,
+        copy_events: torch.Tensor = NO_HANDLES,
     ) -> int:
         """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
 
         Copies take up to ``layers_each`` layers at once, the first ones fewer: one, one, two, four, and so on, so that
         no layer is ready later than when twice as much as it needs has crossed the bus. ``copy_events`` holds handles
-        of events, int64 on CPU, recorded on ``stream`` behind the rows of each of these copies, as many as
+        of events, int64 on CPU, recorded on ``stream`` after the rows of each of these copies, as many as
         :func:`~hicache_kernels.planner.layer_steps` gives; or none. Other parameters are those of :meth:`write_back`.
         """
-        lane = self._ring.lane(Direction.LOAD)
-        with lane.lock:
-            copies = steps = 0
-            for start, end, each in layer_groups(first_layer, end_layer, layers_each):
-                events = copy_events
-                if copy_events.numel():
-                    events = copy_events[steps : (steps := steps + (end - start) // each)]
-                copies += self._load_layers(pages, slots, stream, start, end, each, events, fenced=start != first_layer)
-        return copies
-
-    def _load_layers(
-        self,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        stream: torch.cuda.Stream | None,
-        first_layer: int,
-        end_layer: int,
-        layers_each: int,
-        copy_events: torch.Tensor,
-        *,
-        fenced: bool,
-    ) -> int:
-        lane = self._ring.lane(Direction.LOAD)
-        with lane.lock:
-            chunk_pages = lane.chunk_pages(self._page_bytes * layers_each)
-            prepared = self._prepare(Direction.LOAD, chunk_pages, layers_each)
-            copies: int = self._load(
+        lane = self.load_lane
+        copies = step = 0
+        for start, end, each in layer_groups(first_layer, end_layer, layers_each):
+            events, steps = copy_events, (end - start) // each
+            if copy_events.shape[0]:
+                events = copy_events[step : step + steps]
+                step += steps
+            chunk_pages = lane.chunk_pages(self._page_bytes * each)
+            prepared = self._prepared.get((Direction.LOAD, chunk_pages, each))
+            if prepared is None:
+                prepared = self._prepare(Direction.LOAD, chunk_pages, each)
+            copies += self._load(
                 prepared.pieces,
                 prepared.groups,
                 pages,
@@ -362,20 +365,19 @@ class StagedMover:
                 self._page_size,
                 chunk_pages,
                 lane.cursor,
-                first_layer,
-                end_layer,
-                layers_each,
-                copy_events,
-                # Host bytes may be ready only behind work of the caller's stream.
-                0 if fenced else lane.fence,
+                start,
+                end,
+                each,
+                events,
+                # Host bytes may be ready only after work of the caller's stream.
+                lane.fence if start == first_layer else 0,
                 self._blocks,
                 STAGED_THREADS,
                 0 if stream is None else stream.cuda_stream,
                 lane.stream_handle,
             )
-            lane.advance(-(-pages.numel() // chunk_pages) * ((end_layer - first_layer) // layers_each))
-            lane.used_by(stream, prepared.tables.tables)
-            return copies
+            lane.filled(-(-pages.shape[0] // chunk_pages) * steps, stream, prepared.tables.tables)
+        return copies
 
     def copy_runs(
         self,
@@ -386,7 +388,7 @@ class StagedMover:
         *,
         first_layer: int,
         end_layer: int,
-        layer_events: torch.Tensor = NO_EVENTS,
+        layer_events: torch.Tensor = NO_HANDLES,
     ) -> int | None:
         """Queue 2-D copies between device rows and host pages, without staging or a kernel, where both sides are runs.
 
@@ -404,31 +406,26 @@ class StagedMover:
         int or None
             Number of copies, all on the copy stream; None, with nothing queued, where they would be short or narrow.
         """
-        if self._lines is None:
+        # A copy has at most all pages of a row of each slot.
+        if self._lines is None or self._page_bytes * pages.shape[0] < MIN_COPY_BYTES * self._lines_per_layer:
             return None
-        lane = self._ring.lane(direction)
-        with lane.lock:
-            lane.begin()
-            copies: int = self._copy_runs(
-                self._lines,
-                pages,
-                slots,
-                self._boundaries,
-                self._page_size,
-                self._lines_per_layer,
-                first_layer,
-                end_layer,
-                layer_events,
-                direction is Direction.WRITE_BACK,
-                LEAST_COPY_BYTES,
-                LEAST_COPY_WIDTH,
-                lane.fence,
-                0 if stream is None else stream.cuda_stream,
-                lane.stream_handle,
-            )
+        lane = self.write_lane if direction is Direction.WRITE_BACK else self.load_lane
+        lane.begin()
+        copies: int = self._copy_runs(
+            self._lines,
+            pages,
+            slots,
+            self._boundaries,
+            self._page_size,
+            self._lines_per_layer,
+            first_layer,
+            end_layer,
+            layer_events,
+            direction is Direction.WRITE_BACK,
+            MIN_COPY_BYTES,
+            MIN_COPY_WIDTH,
+            lane.fence,
+            0 if stream is None else stream.cuda_stream,
+            lane.stream_handle,
+        )
         return None if copies < 0 else copies
-
-    def copies_done(self, direction: Direction) -> torch.cuda.Event | None:
-        """Record an event behind all copies queued so far; None on CPU."""
-        lane = self._ring.lane(direction)
-        return None if lane.stream is None else lane.stream.record_event()

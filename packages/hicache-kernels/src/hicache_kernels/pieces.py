@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .layout import HostStrides
 from .plane import Plane
 
 PIECE_FIELDS = 12
@@ -66,14 +67,20 @@ class Piece:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StagingStrides:
-    """A plane's place in a staging buffer: offset of its first row, and bytes between pages, layers and slots."""
+def describe_piece(piece: Piece, start: int, page: int, steps: tuple[int, int]) -> list[int]:
+    """Write a piece down as csrc/staged/copies.h reads it.
 
-    offset: int
-    page: int
-    layer: int
-    slot: int
+    Parameters
+    ----------
+    piece
+        Where its bytes lie on the host.
+    start, page, steps
+        Where they lie in staging memory: the first byte, and the bytes between pages, slots and layers.
+    """
+    row = [piece.address, piece.page_stride, piece.layer_stride, piece.width, start, page]
+    for axis, step in zip((piece.slots, piece.layers), steps, strict=True):
+        row += [axis.count, axis.stride, step]
+    return row
 
 
 @dataclass(frozen=True)
@@ -85,13 +92,13 @@ class StagingLayout:
     pieces
         int64 ``[pieces, PIECE_FIELDS]`` on CPU, as csrc/staged/copies.h reads them.
     planes
-        Strides of each plane inside the buffer.
+        Strides of each plane inside the buffer; offsets count from its start.
     bytes
         Size of a buffer.
     """
 
     pieces: torch.Tensor
-    planes: tuple[StagingStrides, ...]
+    planes: tuple[HostStrides, ...]
     bytes: int
 
 
@@ -165,7 +172,7 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
     A piece that continues from page to page on the host (``layer_first``) keeps its pages together in staging memory
     too; any other piece keeps a page together.
     """
-    strides: dict[int, StagingStrides] = {}
+    strides: dict[int, HostStrides] = {}
     table: list[list[int]] = []
     start = 0
     for piece in find_pieces(planes, layers=layers):
@@ -178,14 +185,11 @@ def staging_layout(planes: Sequence[Plane], *, layers: int, chunk_pages: int) ->
             placed[name] = step
             step *= axes[name].count
         page = piece.width if pages_together else step
-        row = [piece.address, piece.page_stride, piece.layer_stride, piece.width, start, page]
-        for name in ("slots", "layers"):
-            row += [axes[name].count, axes[name].stride, placed[name]]
-        table.append(row)
+        table.append(describe_piece(piece, start, page, (placed["slots"], placed["layers"])))
         for index, offset in piece.members:
             host = planes[index].host.strides
             # An axis inside the width has the host's stride in staging memory, as the bytes are the same.
-            strides[index] = StagingStrides(
+            strides[index] = HostStrides(
                 start + offset,
                 page,
                 placed["layers"] if piece.layers.count > 1 else host.layer if layers > 1 else 0,

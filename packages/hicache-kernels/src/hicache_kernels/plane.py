@@ -80,7 +80,7 @@ class DeviceRows:
 
     @classmethod
     def slot_major(cls, tensors: Sequence[torch.Tensor]) -> DeviceRows:
-        """Rows of one tensor a layer, each ``[slots, ...]``; everything behind dim 0 is the row and must be dense.
+        """Rows of one tensor a layer, each ``[slots, ...]``; everything after dim 0 is the row and must be dense.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class Plane:
 
     @property
     def host_end(self) -> int:
-        """Byte of the host buffer behind the last one of this plane."""
+        """Byte of the host buffer after the last one of this plane."""
         strides, host = self.host.strides, self.host
         end = strides.offset + (host.pages - 1) * strides.page + (self.device.layers - 1) * strides.layer
         return end + (host.page_size - 1) * strides.slot + self.element_bytes
@@ -271,7 +271,7 @@ def _check_components_apart(planes: Sequence[Plane]) -> None:
         distance = plane.host.buffer.data_ptr() + plane.host.strides.offset - start
         if distance < before.element_bytes:
             raise ValueError(
-                f"plane {plane.name}: its first element starts {distance} bytes behind that of plane {before.name}, "
+                f"plane {plane.name}: its first element starts {distance} bytes after that of plane {before.name}, "
                 f"whose elements have {before.element_bytes} bytes; planes must not share bytes of the host"
             )
 

@@ -9,162 +9,18 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .constants import H200, DeviceConstants, DirectionConstants
 from .layout import HostLayout
 from .validation import MAX_BLOCKS, whole
 
 STAGED = "staged"
 DIRECT = "direct"
 REFERENCE = "reference"
-NEAR_FULL_RATE = 0.95
-"""Share of the best rate of the main module that its default number of CTAs reaches."""
-DIRECT_CEILING = 0.93
-"""Share of a plain copy that SM-driven transfers reach at most (0.92 to 0.94 on an H200): calibration moves so little
-that the caches of the CPU hold it, and finds more."""
 POLICIES = ("auto", STAGED, DIRECT, REFERENCE)
 
 
 class PathUnavailableError(RuntimeError):
     """A policy demands a path that this transfer cannot take; raised before anything was queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class DirectionConstants:
-    """What the bus and the movers do in one direction.
-
-    Attributes
-    ----------
-    copy_bytes_per_second
-        One large copy between pinned memory and the device.
-    batch_copy_seconds, copy_seconds, copy_2d_seconds
-        Time the copy engine needs for one more copy on top of its bytes: in a batch, alone, and as a 2-D copy.
-    batch_submit_seconds
-        Time the caller's thread needs for one more copy of a batch; batches of small copies wait for it.
-    width_efficiency
-        ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of it reach.
-    direct_rates
-        ``(ctas, bytes per second)`` pairs by rising CTAs: what the main module moves with that many.
-    """
-
-    copy_bytes_per_second: float
-    batch_copy_seconds: float
-    batch_submit_seconds: float
-    copy_seconds: float
-    copy_2d_seconds: float
-    width_efficiency: tuple[tuple[int, float], ...]
-    direct_rates: tuple[tuple[int, float], ...]
-
-    @property
-    def default_ctas(self) -> int:
-        """Fewest measured CTAs that come near the best rate: each more takes an SM from the model for little."""
-        enough = NEAR_FULL_RATE * max(rate for _, rate in self.direct_rates)
-        return next(ctas for ctas, rate in self.direct_rates if rate >= enough)
-
-    def efficiency(self, width: int) -> float:
-        """Share of the bandwidth of 2-D copies ``width`` bytes wide, by its logarithm between measured widths."""
-        before = self.width_efficiency[0]
-        for point in self.width_efficiency:
-            if width <= point[0]:
-                if width <= before[0]:
-                    return before[1]
-                share = math.log(width / before[0]) / math.log(point[0] / before[0])
-                return before[1] + share * (point[1] - before[1])
-            before = point
-        return before[1]
-
-    def direct_rate(self, ctas: int) -> float:
-        """Bytes per second of the main module held to ``ctas`` CTAs, between measured numbers in proportion."""
-        below = (0, 0.0)
-        for point in self.direct_rates:
-            if ctas <= point[0]:
-                rate = below[1] + (point[1] - below[1]) * (ctas - below[0]) / (point[0] - below[0])
-                break
-            below = point
-        else:
-            rate = below[1]
-        return min(rate, DIRECT_CEILING * self.copy_bytes_per_second)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceConstants:
-    """All the planner knows of a device.
-
-    Attributes
-    ----------
-    source
-        Where the figures come from, for messages: "measured on ...", "given by the caller", ...
-    write_back, load
-        Device to host, host to device.
-    launch_seconds
-        What one more kernel costs on a busy stream: launch, event, and its first and last rows.
-    relayout_bytes_per_second
-        Rate of the re-layout and scatter kernels, in bytes of pages.
-    batched
-        Whether batched copies exist in this runtime.
-    has_sms
-        Whether the direct path takes SMs from the model; on CPU the faster path is taken, whatever it holds.
-    """
-
-    source: str
-    write_back: DirectionConstants
-    load: DirectionConstants
-    launch_seconds: float
-    relayout_bytes_per_second: float
-    batched: bool = True
-    has_sms: bool = True
-
-
-H200 = DeviceConstants(
-    source="defaults measured on one H200, PCIe 5 x16, 2026-11-29",
-    write_back=DirectionConstants(
-        copy_bytes_per_second=55.1e9,
-        batch_copy_seconds=0.06e-6,
-        batch_submit_seconds=0.8e-6,
-        copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
-        width_efficiency=(
-            (512, 0.53),
-            (1152, 0.54),
-            (2048, 0.61),
-            (4096, 0.62),
-            (8192, 0.88),
-            (16384, 0.945),
-            (32768, 0.98),
-            (65536, 0.99),
-        ),
-        direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
-    ),
-    load=DirectionConstants(
-        copy_bytes_per_second=55.2e9,
-        batch_copy_seconds=0.06e-6,
-        batch_submit_seconds=1.0e-6,
-        copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
-        width_efficiency=(
-            (512, 0.53),
-            (1152, 0.54),
-            (2048, 0.61),
-            (4096, 0.62),
-            (8192, 0.88),
-            (16384, 0.945),
-            (32768, 0.98),
-            (65536, 0.99),
-        ),
-        direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
-    ),
-    launch_seconds=14e-6,
-    relayout_bytes_per_second=1.3e12,
-)
-"""Figures of the project's design notes; what a device uses until it is calibrated."""
-
-CPU = DeviceConstants(
-    source="device and host are one memory",
-    write_back=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), ((1, 8e9),)),
-    load=DirectionConstants(8e9, 0.3e-6, 0.3e-6, 0.3e-6, 0.3e-6, ((1, 1.0),), ((1, 8e9),)),
-    launch_seconds=1e-6,
-    relayout_bytes_per_second=8e9,
-    has_sms=False,
-)
-"""Rough figures for rows in CPU memory, where staging is one copy too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +112,11 @@ class Plan:
 FLAT_WIDTH_BYTES = 64 << 10
 PITCHED_BYTES = 5 << 19
 """Copies of less, of rows at least this wide, go row by row in batches (``csrc/staged/gpu_backend.h``)."""
-MOST_LAYERS_EACH = 16
+MAX_LAYERS_EACH = 16
 """Layers that a copy of a load takes at most: the later ones of them wait for all."""
 LOAD_BUFFERS = 3
 """Buffers that the staging memory of loads makes (``staging.py``)."""
-LEAST_CHUNK_PAGES = 8
+MIN_CHUNK_PAGES = 8
 """Pages that a staging buffer should still take of so many layers: copies of 8 layers, 32 KB wide, made 0.86 of the bus
 where those of 16 make 0.93 (512 MiB of pages of 64 slots of 128 KiB, an H200)."""
 NEAR_BEST = 1.01
@@ -333,9 +189,9 @@ def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) 
     if work.layout is HostLayout.LAYER_FIRST:
         return 1
     choices = [1]
-    least_pages = min(LEAST_CHUNK_PAGES, max(1, work.pages))
+    least_pages = min(MIN_CHUNK_PAGES, max(1, work.pages))
     while (
-        2 * choices[-1] <= min(MOST_LAYERS_EACH, work.layers // 2)
+        2 * choices[-1] <= min(MAX_LAYERS_EACH, work.layers // 2)
         and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
     ):
         choices.append(2 * choices[-1])

@@ -1,4 +1,4 @@
-"""Tables of layer addresses that remember the tensors behind them."""
+"""Tables of layer addresses that remember their tensors."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Layers:
     def check_in_place(self, name: str) -> None:
         """Raise ValueError where the memory of a tensor is no longer what was measured."""
         for layer, (tensor, pointer, span) in enumerate(zip(self.tensors, self.pointers, self.spans, strict=True)):
-            if tensor.data_ptr() != pointer or _bytes_behind(tensor) < span:
+            if tensor.data_ptr() != pointer or _bytes_from(tensor) < span:
                 raise ValueError(
                     f"{name}[{layer}] was made from a tensor of {span} bytes at {pointer:#x}, which now has "
-                    f"{_bytes_behind(tensor)} bytes at {tensor.data_ptr():#x}: it was resized or replaced; make the "
+                    f"{_bytes_from(tensor)} bytes at {tensor.data_ptr():#x}: it was resized or replaced; make the "
                     "table again"
                 )
         # Memory is registered for all layers of a cache or for none.
@@ -82,7 +82,7 @@ class Layers:
 
 
 class _Known(NamedTuple):
-    """Layers behind a table, and the table's version, which writing to it changes."""
+    """Layers that a table names, and the table's version, which writing to it changes."""
 
     layers: Layers
     version: int | None
@@ -99,7 +99,7 @@ def _span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _bytes_behind(tensor: torch.Tensor) -> int:
+def _bytes_from(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -158,7 +158,7 @@ def remembered_layers(name: str, table: torch.Tensor) -> Layers | None:
     Raises
     ------
     ValueError
-        Where the table was written to, or the memory behind it is no longer what it was made from.
+        Where the table was written to, or the memory it names is no longer what it was made from.
     """
     storage = table.untyped_storage()
     if storage not in _KNOWN:

@@ -98,10 +98,10 @@ class ModuleLoader:
         _loaders.add(self)
 
     def _forget_attempts(self) -> None:
-        """Start afresh but for outcomes: a process that was forked lacks the threads that make them and hold locks."""
+        """Forget all except outcomes: a forked process lacks the threads that make them and hold locks."""
+        # Guards the attempt to load one module: the others wait for its outcome.
         self._locks = {key: threading.Lock() for key in self._specs}
-        self._starting = threading.Lock()
-        self._started: set[tuple[str, str]] = set()  # in the background
+        self._started: dict[tuple[str, str], threading.Thread] = {}  # in the background
 
     def outcome(self, name: str, device_type: str) -> LoadOutcome:
         """Load the module unless that was tried before; never raises."""
@@ -127,18 +127,17 @@ class ModuleLoader:
         """
         key = (name, device_type)
         known = self._outcomes.get(key)
-        if known is None:
-            with self._starting:
-                if key not in self._started:
-                    thread = threading.Thread(
-                        target=self.outcome, args=key, name=f"hicache-load-{name}-{device_type}", daemon=True
-                    )
-                    try:
-                        thread.start()
-                    except RuntimeError as error:
-                        logger.debug("module %s for %s is not loaded yet: %s", name, device_type, error)
-                    else:
-                        self._started.add(key)
+        if known is None and key not in self._started:
+            thread = threading.Thread(
+                target=self.outcome, args=key, name=f"hicache-load-{name}-{device_type}", daemon=True
+            )
+            # Of two callers that come first at once, the one whose thread is put down starts it.
+            if self._started.setdefault(key, thread) is thread:
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._started.pop(key, None)
+                    logger.debug("module %s for %s is not loaded yet: %s", name, device_type, error)
         return known
 
     def _conclude(self, key: tuple[str, str], outcome: LoadOutcome) -> LoadOutcome:
@@ -244,7 +243,7 @@ def kept_record(spec: ModuleSpec, entry: Path) -> BuildRecord | None:
 
 
 def open_library(library: Path) -> tvm_ffi.Module:
-    """Load a library that nobody but this user and root can have written.
+    """Load a library that only this user and root can have written.
 
     Raises
     ------

@@ -11,18 +11,17 @@ import tvm_ffi
 
 from . import row_launch
 from .checks import check_tensor
-from .pointer_tables import Layers
 from .probe import load_module, unavailable_reason
 from .row_sets import (
-    DIRECT_GRANULE,
-    STAGED_GRANULE,
-    Rows,
-    check_indices,
+    RowSet,
     check_page_first,
     check_pages,
     check_pair,
+    check_row_numbers,
+    page_first_rows,
     table_rows,
 )
+from .rows import DIRECT_ALIGNMENT, STAGED_ALIGNMENT
 from .spec import module_device_type
 from .validation import MAX_BLOCKS, whole
 
@@ -43,7 +42,7 @@ def _module(name: str, device: torch.device) -> tvm_ffi.Module | None:
     return None if _plain_torch.get() else load_module(name, module_device_type(device))
 
 
-def _check_remembered(name: str, device: torch.device, *sides: Sequence[Rows]) -> None:
+def _check_remembered(name: str, device: torch.device, *sides: Sequence[RowSet]) -> None:
     for side in sides:
         for rows in side:
             if rows.layers is None:
@@ -70,14 +69,14 @@ def _check_capture(device: torch.device, tensors: Mapping[str, torch.Tensor | No
             raise ValueError(f"{name} is on the CPU; under graph capture it must be on {device}")
 
 
-def _anchors(side: Sequence[Rows]) -> list[torch.Tensor | None]:
+def _anchors(side: Sequence[RowSet]) -> list[torch.Tensor | None]:
     return [t for rows in side for t in (rows.table, rows.layers.tensors[0] if rows.layers else None)]
 
 
 def copy_rows(
-    destination: Sequence[Rows],
+    destination: Sequence[RowSet],
     destination_indices: torch.Tensor,
-    source: Sequence[Rows],
+    source: Sequence[RowSet],
     source_indices: torch.Tensor,
     *,
     block_quota: int | None = None,
@@ -96,10 +95,10 @@ def copy_rows(
     """
     if block_quota is not None:
         whole("block_quota", block_quota, most=MAX_BLOCKS)
-    check_pair(destination, source, DIRECT_GRANULE)
+    check_pair(destination, source, DIRECT_ALIGNMENT)
     pages_of = 1 if page_size is None else page_size
-    check_indices(destination_name, destination_indices, destination, pages_of)
-    check_indices(source_name, source_indices, source, pages_of)
+    check_row_numbers(destination_name, destination_indices, destination, pages_of)
+    check_row_numbers(source_name, source_indices, source, pages_of)
     if destination_indices.numel() != source_indices.numel():
         raise ValueError(
             f"{destination_name} has {destination_indices.numel()} entries, {source_name} {source_indices.numel()}"
@@ -120,9 +119,9 @@ def copy_rows(
 
 
 def copy_rows_in_torch(
-    destination: Sequence[Rows],
+    destination: Sequence[RowSet],
     destination_indices: torch.Tensor,
-    source: Sequence[Rows],
+    source: Sequence[RowSet],
     source_indices: torch.Tensor,
     device: torch.device,
 ) -> None:
@@ -165,49 +164,12 @@ def stage_pages(
     page_size = whole("page_size", page_size)
     if element_size is not None:
         whole("element_size", element_size)
-    buffers = {**staging, **destination}
-    for name, buffer in buffers.items():
-        check_tensor(name, buffer)
-    first_name, first = next(iter(buffers.items()))
-    if first.dim() < 3:
-        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [slots, layers, ...]")
-    size = element_size or first[0, 0].numel() * first.element_size() if first.numel() else element_size or 0
-    source = table_rows(tables, size, size)
-    layers = source[0].layer_count
-    for name, buffer in buffers.items():
-        check_page_first(name, buffer, source[0], size)
-    for name, buffer in staging.items():
-        if buffer.shape[0] < page_size:
-            raise ValueError(f"{name} holds {buffer.shape[0]} slots, less than a page of {page_size}")
-        if buffer.stride(1) * buffer.element_size() != size or not buffer.is_contiguous():
-            raise ValueError(f"{name} has strides {buffer.stride()}; staging memory must be contiguous")
-    check_tensor("dst_indices", destination_indices, "a torch.Tensor of int64")
-    check_tensor("src_indices", source_indices, "a torch.Tensor of int32 or int64")
-    if destination_indices.dtype != torch.int64 or destination_indices.device.type != "cpu":
-        raise TypeError(
-            f"dst_indices is {destination_indices.dtype} on {destination_indices.device}; it must be int64 on the CPU"
-        )
-    targets = tuple(
-        Rows(
-            name,
-            size,
-            buffer.stride(0) * buffer.element_size(),
-            layers,
-            Layers.of([buffer]),
-            layer_stride=buffer.stride(1) * buffer.element_size(),
-        )
-        for name, buffer in destination.items()
-    )
-    check_pair(targets, source, STAGED_GRANULE)
-    check_indices("dst_indices", destination_indices, targets, page_size)
-    check_indices("src_indices", source_indices, source, page_size)
-    if source_indices.numel() != destination_indices.numel():
-        raise ValueError(f"src_indices has {source_indices.numel()} entries, dst_indices {destination_indices.numel()}")
-    check_pages("dst_indices", destination_indices, page_size)
-    if source_indices.device.type == "cpu":
-        check_pages("src_indices", source_indices, page_size)
     if block_quota is not None:
         whole("block_quota", block_quota, most=MAX_BLOCKS)
+    source = _checked_staging(tables, staging, destination, page_size, element_size)
+    targets = page_first_rows(destination, source[0])
+    check_pair(targets, source, STAGED_ALIGNMENT)
+    _check_staged_indices(source_indices, source, destination_indices, targets, page_size)
     device = _operation_device(source_indices, *_anchors(source), *staging.values())
     if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         raise ValueError("staged copies are planned from dst_indices on the CPU; they cannot be captured in a graph")
@@ -235,3 +197,51 @@ def stage_pages(
         page_size=page_size,
         block_quota=block_quota,
     )
+
+
+def _checked_staging(
+    tables: Mapping[str, torch.Tensor],
+    staging: Mapping[str, torch.Tensor],
+    destination: Mapping[str, torch.Tensor],
+    page_size: int,
+    element_size: int | None,
+) -> tuple[RowSet, ...]:
+    """Check the buffers of a staged copy against its tables; returns the rows that the tables name."""
+    buffers = {**staging, **destination}
+    for name, buffer in buffers.items():
+        check_tensor(name, buffer)
+    first_name, first = next(iter(buffers.items()))
+    if first.dim() < 3:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [slots, layers, ...]")
+    size = element_size or first[0, 0].numel() * first.element_size() if first.numel() else element_size or 0
+    source = table_rows(tables, size, size)
+    for name, buffer in buffers.items():
+        check_page_first(name, buffer, source[0], size)
+    for name, buffer in staging.items():
+        if buffer.shape[0] < page_size:
+            raise ValueError(f"{name} holds {buffer.shape[0]} slots, less than a page of {page_size}")
+        if buffer.stride(1) * buffer.element_size() != size or not buffer.is_contiguous():
+            raise ValueError(f"{name} has strides {buffer.stride()}; staging memory must be contiguous")
+    return source
+
+
+def _check_staged_indices(
+    source_indices: torch.Tensor,
+    source: Sequence[RowSet],
+    destination_indices: torch.Tensor,
+    targets: Sequence[RowSet],
+    page_size: int,
+) -> None:
+    check_tensor("dst_indices", destination_indices, "a torch.Tensor of int64")
+    check_tensor("src_indices", source_indices, "a torch.Tensor of int32 or int64")
+    if destination_indices.dtype != torch.int64 or destination_indices.device.type != "cpu":
+        raise TypeError(
+            f"dst_indices is {destination_indices.dtype} on {destination_indices.device}; it must be int64 on the CPU"
+        )
+    check_row_numbers("dst_indices", destination_indices, targets, page_size)
+    check_row_numbers("src_indices", source_indices, source, page_size)
+    if source_indices.numel() != destination_indices.numel():
+        raise ValueError(f"src_indices has {source_indices.numel()} entries, dst_indices {destination_indices.numel()}")
+    check_pages("dst_indices", destination_indices, page_size)
+    if source_indices.device.type == "cpu":
+        check_pages("src_indices", source_indices, page_size)

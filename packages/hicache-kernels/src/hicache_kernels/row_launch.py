@@ -1,15 +1,16 @@
-"""Hands checked row copies to the compiled modules: both sides as spaces, the word, the streams and the CTAs."""
+"""Hands checked row copies to the compiled modules, in the descriptions that planes have too."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import tvm_ffi
 
-from .planner import H200
-from .row_sets import Rows
+from .constants import H200
+from .pieces import Axis, Piece, describe_piece
+from .row_sets import RowSet
+from .rows import DIRECT_ALIGNMENT, RowGroup, RowSpace, describe, widest_vector
 from .staging import canonical_device
 from .streams import own_stream
 
@@ -17,38 +18,27 @@ THREADS = 1024
 STAGED_BLOCKS = 132
 STAGED_THREADS = 512
 STAGING_BUFFERS = 2
-WORD_BYTES = (16, 8, 4)
 
 
-def word_bytes(*sizes: int) -> int:
-    """Widest of 16, 8 and 4 bytes that divides all the given sizes and addresses."""
-    common = math.gcd(*sizes)
-    return next((word for word in WORD_BYTES if common % word == 0), WORD_BYTES[-1])
+def _spaces(rows: Sequence[RowSet], device: torch.device, keep: list[torch.Tensor]) -> list[RowSpace]:
+    """Spaces of rows, with their tables brought to the device; ``keep`` holds those until the kernel is queued."""
+    spaces = []
+    for each in rows:
+        table = None if each.table is None else each.table.contiguous().to(device)
+        if table is not None:
+            keep.append(table)
+        spaces.append(each.space(table))
+    return spaces
 
 
-def _space(rows: Rows, device: torch.device, keep: list[torch.Tensor]) -> list[int]:
-    """Fields of a space: row table, base, slots of a block, bytes between blocks, bytes between slots of a block."""
-    if rows.table is None:
-        if rows.layers is None:
-            raise ValueError(f"{rows.name} has neither tensors nor a table")
-        return [0, rows.layers.kernel_address(rows.name, 0), 1, rows.stride, 0]
-    table = rows.table.contiguous().to(device)
-    keep.append(table)
-    return [table.data_ptr(), 0, 1, rows.stride, 0]
-
-
-def _group(source: list[int], destination: list[int], rows: Rows, inner: int, word: int) -> list[int]:
-    return [*source, *destination, rows.layer_count, rows.row_bytes, inner, word]
-
-
-def default_blocks(destination: Sequence[Rows], source: Sequence[Rows]) -> int:
+def default_blocks(destination: Sequence[RowSet], source: Sequence[RowSet]) -> int:
     """CTAs that reach the full bandwidth of the direction; the smaller number where foreign tables hide it."""
     reads_host = source[0].layers is not None and source[0].device.type == "cpu"
     constants = H200.load if reads_host else H200.write_back
     return constants.default_ctas
 
 
-def _check_pinned(side: Sequence[Rows]) -> None:
+def _check_pinned(side: Sequence[RowSet]) -> None:
     for rows in side:
         if rows.layers is not None and rows.device.type == "cpu" and not rows.layers.tensors[0].is_pinned():
             raise ValueError(
@@ -58,9 +48,9 @@ def _check_pinned(side: Sequence[Rows]) -> None:
 
 def move_rows(
     module: tvm_ffi.Module,
-    destination: Sequence[Rows],
+    destination: Sequence[RowSet],
     destination_indices: torch.Tensor,
-    source: Sequence[Rows],
+    source: Sequence[RowSet],
     source_indices: torch.Tensor,
     device: torch.device,
     *,
@@ -77,24 +67,18 @@ def move_rows(
         _check_pinned(destination)
         _check_pinned(source)
     keep: list[torch.Tensor] = []
-    fields = []
-    for to, of in zip(destination, source, strict=True):
+    groups = []
+    spaces = zip(_spaces(destination, device, keep), _spaces(source, device, keep), strict=True)
+    for to, of, (to_space, of_space) in zip(destination, source, spaces, strict=True):
         # Page-first rows: all layers of a slot are neighbours, so walk them together.
         dense = to.stride == to.row_bytes and of.stride == of.row_bytes
         inner = 0 if dense or to.layer_count == 1 else 1
-        fields.append(
-            _group(
-                _space(of, device, keep),
-                _space(to, device, keep),
-                to,
-                inner,
-                word_bytes(to.alignment, of.alignment),
-            )
-        )
+        width = widest_vector([to.alignment, of.alignment])
+        groups.append(RowGroup(of_space, to_space, to.layer_count, to.row_bytes, inner, width))
     indices = _same_width(source_indices, destination_indices, device)
     blocks = block_quota or default_blocks(destination, source)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    module.move_rows(torch.tensor(fields, dtype=torch.int64, device="cpu"), *indices, blocks, THREADS, 0, stream)
+    module.move_rows(describe(groups), *indices, blocks, THREADS, 0, stream)
 
 
 def _same_width(
@@ -110,9 +94,9 @@ def _same_width(
 
 def stage_pages(
     module: tvm_ffi.Module,
-    destination: Sequence[Rows],
+    destination: Sequence[RowSet],
     destination_indices: torch.Tensor,
-    source: Sequence[Rows],
+    source: Sequence[RowSet],
     source_indices: torch.Tensor,
     staging: Sequence[torch.Tensor],
     device: torch.device,
@@ -127,7 +111,7 @@ def stage_pages(
     Raises
     ------
     ValueError
-        Where host memory is not pinned.
+        Where host memory is not pinned, or staging memory is not aligned.
     """
     if device.type != "cpu":
         _check_pinned(destination)
@@ -136,20 +120,27 @@ def stage_pages(
     chunk_pages = capacity // buffers
     keep: list[torch.Tensor] = []
     groups, pieces = [], []
-    slot_bytes = source[0].layer_count * source[0].row_bytes
-    offsets = torch.arange(0, slot_bytes, source[0].row_bytes, dtype=torch.int64, device="cpu").to(device)
-    for to, of, buffer in zip(destination, source, staging, strict=True):
-        staged = [offsets.data_ptr(), buffer.data_ptr(), 1, slot_bytes, 0]
-        word = word_bytes(of.alignment, buffer.data_ptr())
-        groups.append(_group(_space(of, device, keep), staged, of, 1, word))
-        pieces.append(_piece(to, buffer, page_size, slot_bytes))
+    layers, row_bytes = source[0].layer_count, source[0].row_bytes
+    slot_bytes = layers * row_bytes
+    offsets = torch.arange(0, slot_bytes, row_bytes, dtype=torch.int64, device="cpu").to(device)
+    for to, of, of_space, buffer in zip(destination, source, _spaces(source, device, keep), staging, strict=True):
+        in_staging = RowSpace(offsets.data_ptr(), buffer.data_ptr(), 1, slot_bytes, 0)
+        width = widest_vector([of.alignment, buffer.data_ptr()])
+        if not width:
+            raise ValueError(
+                f"staging memory for {of.name} starts at {buffer.data_ptr():#x}; kernels need a multiple of "
+                f"{DIRECT_ALIGNMENT} bytes"
+            )
+        groups.append(RowGroup(of_space, in_staging, layers, row_bytes, 1, width))
+        piece = _piece(to, page_size)
+        pieces.append(describe_piece(piece, buffer.data_ptr(), page_size * slot_bytes, (slot_bytes, row_bytes)))
     slots = source_indices.to(device).contiguous()
     pages = (destination_indices[::page_size] // page_size).contiguous()
     streams = _Streams(device, buffers)
     half = chunk_pages * page_size * slot_bytes
     module.write_back(
         torch.tensor(pieces, dtype=torch.int64, device="cpu"),
-        torch.tensor(groups, dtype=torch.int64, device="cpu"),
+        describe(groups),
         pages,
         slots,
         torch.tensor([[half * i, *streams.events(i)] for i in range(buffers)], dtype=torch.int64, device="cpu"),
@@ -165,14 +156,13 @@ def stage_pages(
     streams.join()
 
 
-def _piece(to: Rows, staging: torch.Tensor, page_size: int, slot_bytes: int) -> list[int]:
-    """Fields of a piece, which copies move: an element of a page, repeated along its layers and slots."""
+def _piece(to: RowSet, page_size: int) -> Piece:
+    """Describe an element of a page, repeated along its layers and slots."""
     if to.layers is None:
         raise ValueError(f"{to.name} has no tensor")
-    host = to.layers.tensors[0].data_ptr()
-    layers = [to.layer_count, to.layer_stride, to.row_bytes]
-    slots = [page_size, to.stride, slot_bytes]
-    return [host, page_size * to.stride, 0, to.row_bytes, staging.data_ptr(), page_size * slot_bytes, *layers, *slots]
+    address = to.layers.tensors[0].data_ptr()
+    slots, layers = Axis(page_size, to.stride), Axis(to.layer_count, to.layer_stride)
+    return Piece(address, to.row_bytes, slots, layers, page_size * to.stride, 0, members=(), memory=address)
 
 
 class _Streams:
@@ -196,6 +186,6 @@ class _Streams:
         return self._events[2 * buffer].cuda_event, self._events[2 * buffer + 1].cuda_event
 
     def join(self) -> None:
-        """Hold the current stream behind the copies."""
+        """Make the current stream wait for the copies."""
         if self._events:
             self._current.wait_stream(self._copy)

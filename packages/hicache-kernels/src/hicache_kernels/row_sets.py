@@ -1,4 +1,4 @@
-"""Sets of rows as the existing call surface names them, by caches or by tables of addresses, and their checks."""
+"""Sets of rows as engines' calls name them, by caches or by tables of addresses, and their checks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ import torch
 
 from .checks import check_tensor
 from .pointer_tables import Layers, remembered_layers
+from .rows import RowSpace
 from .validation import whole
 
-DIRECT_GRANULE = 4
-"""Rows of the main module are a multiple of this many bytes."""
-STAGED_GRANULE = 16
-"""Elements of the staged module are a multiple of this many bytes."""
-MOST_ROWS = 1 << 31
-"""Row numbers are below this, as the modules count in 32 bits; behind a foreign table nothing else bounds them."""
+MAX_ROWS = 1 << 31
+"""Row numbers are below this, as the modules count in 32 bits; for a foreign table nothing else bounds them."""
 INDEX_DTYPES = (torch.int32, torch.int64)
 TABLE_DTYPES = (torch.uint64, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of one component over some layers: row ``i`` starts ``i * stride`` bytes behind the first of its layer.
+class RowSet:
+    """Rows of one component over some layers: row ``i`` starts ``i * stride`` bytes after the first of its layer.
 
     Attributes
     ----------
@@ -36,7 +33,7 @@ class Rows:
     layer_count
         Number of layers.
     layers
-        The tensors they lie in, starting at row 0; None behind a foreign table.
+        The tensors they lie in, starting at row 0; None for a foreign table.
     table
         Addresses of row 0, one a layer; None where the caller gave the cache itself.
     layer_stride
@@ -53,7 +50,7 @@ class Rows:
 
     @property
     def slots(self) -> int | None:
-        """Rows that every layer has; None behind a foreign table."""
+        """Rows that every layer has; None for a foreign table."""
         if self.layers is None:
             return None
         span = self.layers.span_bytes - (self.layer_count - 1) * self.layer_stride
@@ -63,7 +60,7 @@ class Rows:
     def alignment(self) -> int:
         """Largest number that divides the address of every row.
 
-        A foreign table's addresses are not read: they are taken to be as aligned as the rows behind them.
+        A foreign table's addresses are not read: they are taken to be as aligned as the rows they name.
         """
         return math.gcd(self.row_bytes, self.stride, self.layer_stride, self.layers.alignment if self.layers else 0)
 
@@ -75,6 +72,14 @@ class Rows:
         if self.table is None:
             raise ValueError(f"{self.name} has neither tensors nor a table")
         return self.table.device
+
+    def space(self, table: torch.Tensor | None) -> RowSpace:
+        """Describe where kernels find the rows; ``table`` is the table of addresses where they read it."""
+        if table is not None:
+            return RowSpace(table.data_ptr(), 0, 1, self.stride, 0)
+        if self.layers is None:
+            raise ValueError(f"{self.name} has neither tensors nor a table")
+        return RowSpace(0, self.layers.kernel_address(self.name, 0), 1, self.stride, 0)
 
     def view(self, layer: int) -> torch.Tensor:
         """Bytes of a layer's rows, uint8 ``[slots, row_bytes]`` over the tensor's storage; not for foreign tables."""
@@ -88,7 +93,7 @@ class Rows:
         return storage.as_strided((self.slots, self.row_bytes), (self.stride, 1), start)
 
 
-def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> tuple[Rows, ...]:
+def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> tuple[RowSet, ...]:
     """Rows of one layer's caches, each viewed as ``[slots, element_dim]``.
 
     Raises
@@ -113,12 +118,12 @@ def cache_rows(caches: Mapping[str, torch.Tensor], element_dim: int | None) -> t
             raise ValueError(f"{name} has stride {view.stride(1)} within a row; the elements of a row must be dense")
         item = view.element_size()
         stride = view.stride(0) * item if view.shape[0] > 1 else dim * item
-        rows.append(Rows(name, dim * item, stride, 1, Layers.of([view])))
+        rows.append(RowSet(name, dim * item, stride, 1, Layers.of([view])))
     return tuple(rows)
 
 
-def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) -> tuple[Rows, ...]:
-    """Rows behind tables of layer addresses, ``stride`` bytes apart.
+def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) -> tuple[RowSet, ...]:
+    """Rows named by tables of layer addresses, ``stride`` bytes apart.
 
     Raises
     ------
@@ -134,11 +139,26 @@ def table_rows(tables: Mapping[str, torch.Tensor], stride: int, row_bytes: int) 
             raise TypeError(f"{name} has dtype {table.dtype}; a table of addresses is uint64 or int64")
         if table.dim() != 1 or not table.numel():
             raise ValueError(f"{name} has shape {tuple(table.shape)}; a table of addresses has one entry a layer")
-        rows.append(Rows(name, row_bytes, stride, table.numel(), remembered_layers(name, table), table))
+        rows.append(RowSet(name, row_bytes, stride, table.numel(), remembered_layers(name, table), table))
     return tuple(rows)
 
 
-def check_pair(destination: Sequence[Rows], source: Sequence[Rows], granule: int) -> None:
+def page_first_rows(buffers: Mapping[str, torch.Tensor], like: RowSet) -> tuple[RowSet, ...]:
+    """Rows of checked buffers ``[slots, layers, ...]``, whose elements are rows of the size and layers of ``like``."""
+    return tuple(
+        RowSet(
+            name,
+            like.row_bytes,
+            buffer.stride(0) * buffer.element_size(),
+            like.layer_count,
+            Layers.of([buffer]),
+            layer_stride=buffer.stride(1) * buffer.element_size(),
+        )
+        for name, buffer in buffers.items()
+    )
+
+
+def check_pair(destination: Sequence[RowSet], source: Sequence[RowSet], alignment: int) -> None:
     """Check that rows of both sides can be copied one to one.
 
     Raises
@@ -153,9 +173,9 @@ def check_pair(destination: Sequence[Rows], source: Sequence[Rows], granule: int
                 raise ValueError(f"{rows.name} has rows of {rows.row_bytes} bytes, {first.name} of {first.row_bytes}")
             if rows.layer_count != first.layer_count:
                 raise ValueError(f"{rows.name} has {rows.layer_count} layers, {first.name} {first.layer_count}")
-            if rows.row_bytes % granule:
+            if rows.row_bytes % alignment:
                 raise ValueError(
-                    f"{rows.name} has rows of {rows.row_bytes} bytes; they must be a multiple of {granule}"
+                    f"{rows.name} has rows of {rows.row_bytes} bytes; they must be a multiple of {alignment}"
                 )
             for what, step in (("rows", rows.stride), ("layers", rows.layer_stride)):
                 if step < rows.row_bytes and (what == "rows" or (rows.layer_stride and rows.layer_count > 1)):
@@ -163,17 +183,17 @@ def check_pair(destination: Sequence[Rows], source: Sequence[Rows], granule: int
                         f"{rows.name} has {what} {step} bytes apart; they must be at least the {rows.row_bytes} bytes "
                         "of a row apart"
                     )
-            if rows.alignment % granule:
+            if rows.alignment % alignment:
                 raise ValueError(
                     f"{rows.name} has rows {rows.stride} bytes apart from address "
                     f"{rows.layers.tensors[0].data_ptr() if rows.layers else 'unknown'}; every row must start at a "
-                    f"multiple of {granule} bytes"
+                    f"multiple of {alignment} bytes"
                 )
             if rows.device != side[0].device:
                 raise ValueError(f"{rows.name} lies on {rows.device}, {side[0].name} on {side[0].device}")
 
 
-def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_size: int) -> None:
+def check_row_numbers(name: str, indices: torch.Tensor, side: Sequence[RowSet], page_size: int) -> None:
     """Check row numbers: form always, range where they lie on the CPU or ``HICACHE_KERNELS_CHECK`` is 1.
 
     Raises
@@ -194,7 +214,7 @@ def check_indices(name: str, indices: torch.Tensor, side: Sequence[Rows], page_s
     if not indices.numel() or (indices.device.type != "cpu" and os.environ.get("HICACHE_KERNELS_CHECK") != "1"):
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
-    limit = min([MOST_ROWS, *(rows.slots for rows in side if rows.slots is not None)])
+    limit = min([MAX_ROWS, *(rows.slots for rows in side if rows.slots is not None)])
     if low < 0 or high >= limit:
         wrong = low if low < 0 else high
         raise IndexError(f"{name} contains {wrong}; rows of {side[0].name} are from 0 to {limit - 1}")
@@ -214,7 +234,7 @@ def check_pages(name: str, indices: torch.Tensor, page_size: int) -> None:
         raise ValueError(f"{name} must name whole pages of {page_size} slots, each aligned and in order")
 
 
-def check_page_first(name: str, buffer: torch.Tensor, rows: Rows, size: int) -> None:
+def check_page_first(name: str, buffer: torch.Tensor, rows: RowSet, size: int) -> None:
     """Check that ``buffer`` is ``[slots, layers, ...]`` with dense elements of ``size`` bytes.
 
     Raises

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
+from .host_ranges import kernel_address
+from .layout import HostStrides
 from .plane import Plane
 from .streams import own_stream
 
 GROUP_FIELDS = 14
 VECTOR_WIDTHS = (16, 8, 4)
+DIRECT_ALIGNMENT = 4
+"""Addresses, strides and sizes of rows that the main module moves are multiples of this many bytes."""
+STAGED_ALIGNMENT = 16
+"""Those of rows that the staged module moves are multiples of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +86,30 @@ def widest_vector(values: Sequence[int]) -> int:
     return common if common in VECTOR_WIDTHS else 0
 
 
-@dataclass(frozen=True, slots=True)
-class OtherSide:
-    """A plane's place on the other side of the move: host pages, or a staging buffer (``base`` then is an offset)."""
+def copy_strides(planes: Sequence[Plane]) -> tuple[HostStrides, ...]:
+    """Where copies find the planes' rows in host memory: strides whose offsets are addresses."""
+    return tuple(_from(plane, plane.host.buffer.data_ptr() + plane.host.strides.offset) for plane in planes)
 
-    base: int
-    page: int
-    layer: int
-    slot: int
+
+def kernel_strides(planes: Sequence[Plane]) -> tuple[HostStrides, ...]:
+    """Where kernels find the planes' rows in host memory: strides whose offsets are addresses.
+
+    Raises
+    ------
+    ValueError
+        Where a plane spans registrations whose device addresses lie at unequal distances from their host addresses.
+    """
+    found = []
+    for plane in planes:
+        start, end = plane.host.strides.offset, plane.host_end
+        name = f"the host buffer of plane {plane.name}"
+        found.append(_from(plane, kernel_address(name, plane.host.buffer[start:end], end - start)))
+    return tuple(found)
+
+
+def _from(plane: Plane, address: int) -> HostStrides:
+    strides = plane.host.strides
+    return HostStrides(address, strides.page, strides.layer, strides.slot)
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,7 @@ def _skip(space: RowSpace, entries_bytes: int) -> RowSpace:
     return RowSpace(space.bases + entries_bytes, space.base, space.block, space.block_stride, space.slot_stride)
 
 
-def walk(side: OtherSide, page_size: int) -> int:
+def walk(side: HostStrides, page_size: int) -> int:
     """Choose the walk (:attr:`RowGroup.inner`) in which the other side is touched in rising order."""
     if side.slot >= side.layer > 0:
         return 1
@@ -156,14 +178,15 @@ def _upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def build_tables(
-    planes: Sequence[Plane], sides: Sequence[OtherSide], *, layered: bool, inner: int | None = None
+    planes: Sequence[Plane], sides: Sequence[HostStrides], *, layered: bool, inner: int | None = None
 ) -> RowTables:
     """Group planes by row size and strides, and upload the row bases of both sides.
 
     Parameters
     ----------
     planes, sides
-        The planes, and each one's other side.
+        The planes, and where each one's rows lie on the other side: in host memory, or in a staging buffer, from whose
+        start offsets then count.
     layered
         Whether the other side has all layers, or one (a staging buffer of a load).
     inner
@@ -194,7 +217,7 @@ def build_tables(
                 per_layer = plane.device.rows_per_layer
                 device_bases += plane.device.bases[layer * per_layer : (layer + 1) * per_layer]
                 if layered or layer == 0:
-                    start = side.base + layer * side.layer
+                    start = side.offset + layer * side.layer
                     other_bases += [start + row * plane.row_bytes for row in range(per_layer)]
         width = widest_vector([group[0], *group[2:6], *device_bases, *other_bases])
         if width == 0:

@@ -19,7 +19,7 @@ _PREFIX = "hicache-kernels-scratch-"
 def scratch_directory(parent: Path | None = None, prefix: str = _PREFIX) -> Iterator[Path]:
     """Make a directory for one build, and remove it afterwards; first those that builders left which were killed.
 
-    A builder holds a lock of its directory, so whatever can be locked belongs to nobody any more.
+    A builder holds a lock of its directory, so a directory that can be locked is not in use any more.
 
     Parameters
     ----------

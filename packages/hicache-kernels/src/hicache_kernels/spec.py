@@ -1,4 +1,4 @@
-"""What a compiled module is: the one list of specs behind loader, ahead-of-time builder, compile tests and ``info``."""
+"""What a compiled module is: one list of specs for the loader, ahead-of-time builds, compile tests and ``info``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModuleSpec:
         ``"main"``, ``"staged"`` or ``"files"``.
     device_type
         ``"cpu"``, ``"cuda"`` or ``"rocm"``.
-    sources
+    source_files
         Translation units handed to the compiler.
     include_dirs
         Directories of the project's own headers; tvm-ffi's are added when building.
@@ -58,7 +58,7 @@ class ModuleSpec:
 
     name: str
     device_type: str
-    sources: tuple[Path, ...]
+    source_files: tuple[Path, ...]
     include_dirs: tuple[Path, ...]
     flags: tuple[str, ...]
 
@@ -67,12 +67,8 @@ class ModuleSpec:
         """Name of the spec, unique in a list of specs: ``main-cuda``."""
         return f"{self.name}-{self.device_type}"
 
-    def input_files(self) -> tuple[Path, ...]:
-        """Every file the build can read from the project: the module's own directory and the include directories."""
-        return tuple(path for _, path in self._named_files())
-
     def _named_files(self) -> list[tuple[str, Path]]:
-        directories = {source.parent for source in self.sources} | set(self.include_dirs)
+        directories = {source.parent for source in self.source_files} | set(self.include_dirs)
         return sorted(
             (path.relative_to(directory.parent).as_posix(), path)
             for directory in directories
@@ -88,7 +84,7 @@ class ModuleSpec:
         FileNotFoundError
             Where a source is missing.
         """
-        for source in self.sources:
+        for source in self.source_files:
             if not source.is_file():
                 raise FileNotFoundError(f"source {source} is missing")
         digest = hashlib.sha256(repr((self.name, self.device_type, self.flags)).encode())
@@ -105,7 +101,7 @@ def module_specs(csrc: Path = CSRC) -> tuple[ModuleSpec, ...]:
         ModuleSpec(
             name=name,
             device_type=device_type,
-            sources=(csrc / name / f"{name}{'.cc' if device_type == 'cpu' else '.cu'}",),
+            source_files=(csrc / name / f"{name}{'.cc' if device_type == 'cpu' else '.cu'}",),
             include_dirs=(csrc / "include",),
             flags=_FLAGS[device_type],
         )

@@ -39,17 +39,16 @@ microseconds on top of its bytes, so few large ones are best."""
 class StagingLane:
     """The buffers of one direction.
 
-    Invariant: a buffer is written only behind its ``drained`` event, and read only behind its ``staged`` event; whoever
-    holds :attr:`lock` is the only one that queues work on the buffers, so operations of any streams and threads may
-    follow each other.
+    Invariant: a buffer is written only after its ``drained`` event, and read only after its ``staged`` event. Work on
+    the buffers is queued with :attr:`lock` held, so operations of any streams and threads may follow each other.
 
     Attributes
     ----------
     lock
-        Held while an operation is queued.
-    stream, fence
-        Stream of the copies, and handle of an event to hold it behind another stream; None and 0 on CPU, and before
-        :meth:`begin`.
+        Guards all the other attributes, and the order in which operations queue their work.
+    stream, stream_handle, fence
+        Stream of the copies, its handle, and the handle of an event that makes it wait for another stream; None and 0
+        on CPU, and before :meth:`begin`.
     table
         int64 ``[buffers, 3]`` on CPU, as the module reads it: address, staged event, drained event.
     cursor
@@ -63,11 +62,12 @@ class StagingLane:
     ) -> None:
         self.device = device
         self._direction = direction
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()  # guards the buffers of one direction: one operation is queued at a time
         self.cursor = 0
         self.stream: torch.cuda.Stream | None = None
-        self.buffer_bytes = 0
+        self.stream_handle = 0
         self.fence = 0
+        self.buffer_bytes = 0
         self.table = tvm_ffi.from_dlpack(torch.empty((0, 3), dtype=torch.int64, device="cpu"))
         self._buffers = 0
         self._lane_bytes = lane_bytes
@@ -77,15 +77,11 @@ class StagingLane:
         self._events: list[torch.cuda.Event] = []
         self._fence_event: torch.cuda.Event | None = None
 
-    @property
-    def stream_handle(self) -> int:
-        """Handle of the copy stream; 0 on CPU."""
-        return 0 if self.stream is None else self.stream.cuda_stream
-
     def begin(self) -> None:
         """Make the stream and the fence, which copies need that go without staging; call with :attr:`lock` held."""
         if self.stream is None and self.device.type == "cuda":
             self.stream = own_stream(self.device, f"copies of a {self._direction}")
+            self.stream_handle = self.stream.cuda_stream
             self._fence_event = self.stream.record_event()
             self.fence = self._fence_event.cuda_event
 
@@ -105,16 +101,20 @@ class StagingLane:
             self._allocate(page_bytes, max(2, self._lane_bytes // page_bytes))
         return self.buffer_bytes // page_bytes
 
-    def used_by(self, stream: torch.cuda.Stream | None, tables: torch.Tensor) -> None:
-        """Keep the buffers, and tables that queued kernels read, from being reused before ``stream`` gets there."""
+    def filled(self, buffers: int, stream: torch.cuda.Stream | None, tables: torch.Tensor) -> None:
+        """Move on by the buffers that an operation has filled.
+
+        The buffers, and the tables that queued kernels read, are not reused before ``stream`` gets there.
+        """
+        if self._buffers:
+            self.cursor = (self.cursor + buffers) % self._buffers
         if stream is not None and self._memory is not None:
             self._memory.record_stream(stream)
             tables.record_stream(stream)
 
-    def advance(self, buffers: int) -> None:
-        """Move on by the number of buffers an operation has filled."""
-        if self._buffers:
-            self.cursor = (self.cursor + buffers) % self._buffers
+    def copies_done(self) -> torch.cuda.Event | None:
+        """Record an event after all copies queued so far; None on CPU."""
+        return None if self.stream is None else self.stream.record_event()
 
     def _allocate(self, buffer_bytes: int, count: int) -> None:
         buffer_bytes = -(-buffer_bytes // ALIGNMENT) * ALIGNMENT
@@ -203,13 +203,11 @@ def canonical_device(device: torch.device | str) -> torch.device:
 
 
 _rings: dict[torch.device, StagingRing] = {}
-_rings_lock = threading.Lock()
 
 
 def default_ring(device: torch.device | str) -> StagingRing:
     """Return the ring that all transfers of a device share unless they are given one."""
     device = canonical_device(device)
-    with _rings_lock:
-        if device not in _rings:
-            _rings[device] = StagingRing(device)
-        return _rings[device]
+    ring = _rings.get(device)
+    # A ring has no memory before its first use, so of two that are made at once one can be dropped.
+    return _rings.setdefault(device, StagingRing(device)) if ring is None else ring

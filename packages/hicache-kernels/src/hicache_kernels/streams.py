@@ -1,4 +1,4 @@
-"""Streams that nobody else has: torch hands its few out again and again, so one of those may be an engine's too."""
+"""Streams of our own: torch hands its few out again and again, so one of those may be an engine's too."""
 
 from __future__ import annotations
 

@@ -1,63 +1,32 @@
-"""PlaneTransfer: every way between the device rows and the host pages of one pool, behind two calls."""
+"""PlaneTransfer: every way between the device rows and the host pages of one pool, in two calls."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
-import logging
-import threading
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from . import planner, reference
-from .indices import IndexReader, OperationIndices
-from .layout import HostLayout, HostStrides
-from .movers import NO_EVENTS, DirectMover, StagedMover
+from . import reference
+from .constants import DeviceConstants
+from .indices import OperationIndices
+from .layer_events import LayerEvents, SpareEvents
+from .paths import PlanePaths
 from .plane import Plane, check_planes
-from .probe import load_module, unavailable_reason, warn_once
+from .planner import DIRECT, REFERENCE, Plan, layer_steps
+from .plans import OperationPlans
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
-from .spec import module_device_type
-from .staging import Direction, StagingRing, canonical_device, default_ring
-from .streams import own_stream
+from .staging import Direction, StagingRing, canonical_device
 from .validation import whole
 
 __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "TransferResult"]
 
-logger = logging.getLogger(__name__)
-
-MOST_PLANS = 1024
-"""Plans that a transfer remembers."""
 BOTH_RUNS = "device slots are runs too, so the copies need no staging"
 """Ends the reason of a staged operation that went without staging."""
-
-
-def _layout(strides: HostStrides, page_size: int) -> HostLayout:
-    """Layout by its strides; pages of one slot, in which the page-first layouts are one, count as the direct one."""
-    if strides.layer > strides.page:
-        return HostLayout.LAYER_FIRST
-    if page_size > 1 and strides.slot >= strides.layer:
-        return HostLayout.PAGE_FIRST
-    return HostLayout.PAGE_FIRST_DIRECT
 
 
 def _check_boundaries(boundaries: Sequence[int], size: int) -> None:
     for index, offset in enumerate(boundaries):
         whole(f"boundaries[{index}]", offset, least=0, most=size)
-
-
-class _Events(NamedTuple):
-    """Events of one load that nobody else has seen, and their handles, int64 on CPU."""
-
-    events: tuple[torch.cuda.Event, ...] = ()
-    handles: torch.Tensor = NO_EVENTS
-
-    @classmethod
-    def make(cls, count: int, stream: torch.cuda.Stream) -> _Events:
-        events = tuple(stream.record_event() for _ in range(count))  # an event has no handle before it was recorded
-        return cls(events, torch.tensor([event.cuda_event for event in events], dtype=torch.int64, device="cpu"))
 
 
 def _host_pages(indices: OperationIndices) -> torch.Tensor:
@@ -100,7 +69,7 @@ class PlaneTransfer:
         policy: TransferPolicy | str = TransferPolicy.AUTO,
         boundaries: Sequence[int] = (),
         ring: StagingRing | None = None,
-        constants: planner.DeviceConstants | None = None,
+        constants: DeviceConstants | None = None,
     ) -> None:
         if not isinstance(planes, Iterable):
             raise TypeError(f"planes is a {type(planes).__name__}; it must be a sequence of Plane")
@@ -118,184 +87,50 @@ class PlaneTransfer:
         self.layers = first.device.layers
         self.page_size = first.host.page_size
         self.page_bytes = sum(plane.element_bytes for plane in self.planes) * self.layers * self.page_size
-        self._ring = ring
-        self._constants = constants
-        self._lock = threading.Lock()
-        self._spare_events: dict[int, _Events] = {}
-        self._events_wanted = 0
-        self._turns = itertools.count()
-        self._plans: dict[tuple[object, ...], planner.Plan] = {}
-        self._layout = _layout(first.host.strides, self.page_size)
+        self._on_cpu = self.device.type == "cpu"
+        self._paths = PlanePaths(self.planes, self.device, ring, self.boundaries)
+        self._plans = OperationPlans(self.planes, self._paths, self.device, self._policy, constants)
+        self._spare_events = SpareEvents()
 
     @property
     def policy(self) -> TransferPolicy:
         """Default policy of the operations."""
         return self._policy
 
-    # ---- paths
-
-    @functools.cached_property
+    @property
     def ring(self) -> StagingRing:
         """Staging memory of this pool's transfers."""
-        return default_ring(self.device) if self._ring is None else self._ring
+        return self._paths.ring
 
-    @functools.cached_property
-    def _indices(self) -> IndexReader:
-        device_type = module_device_type(self.device)
-        module = load_module("staged", device_type) or load_module("main", device_type)
-        return IndexReader(
-            page_size=self.page_size,
-            host_slots=self.planes[0].host.slots,
-            device_slots=self.planes[0].device.slots,
-            device=self.device,
-            scan=None if module is None else module["scan_indices"],
-            upload=None if module is None else module["upload_indices"],
-        )
-
-    @functools.cached_property
-    def _direct(self) -> tuple[DirectMover | None, str]:
-        device_type = module_device_type(self.device)
-        module = load_module("main", device_type)
-        if module is None:
-            return None, unavailable_reason("main", device_type) or "the main module is missing"
-        if self.device.type != "cpu":
-            for plane in self.planes:
-                if not plane.host.buffer.is_pinned():
-                    return None, f"the host buffer of plane {plane.name} is not pinned, so kernels cannot reach it"
-        try:
-            # The device address of host memory is that of the current device.
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-                return DirectMover(self.planes, module), ""
-        except ValueError as error:
-            return None, str(error)
-
-    @functools.cached_property
-    def _staged(self) -> tuple[StagedMover | None, str]:
-        device_type = module_device_type(self.device)
-        module = load_module("staged", device_type)
-        if module is None:
-            return None, unavailable_reason("staged", device_type) or "the staged module is missing"
-        buffers = {plane.host.buffer.data_ptr() for plane in self.planes}
-        boundaries = [buffer + offset for buffer in buffers for offset in self.boundaries]
-        blocks = 1
-        if self.device.type != "cpu":
-            blocks = torch.cuda.get_device_properties(self.device).multi_processor_count
-        try:
-            return StagedMover(self.planes, module, self.ring, boundaries, blocks), ""
-        except ValueError as error:
-            return None, str(error)
-
-    @functools.cached_property
-    def _available(self) -> planner.Availability:
-        with self._lock:
-            staged, staged_reason = self._staged
-            direct, direct_reason = self._direct
-        if staged is None and direct is None:
-            warn_once(
-                f"transfers on {self.device.type} run in plain torch: staged: {staged_reason}; direct: {direct_reason}"
-            )
-        return planner.Availability(staged is not None, direct is not None, staged_reason, direct_reason)
+    # ---- paths
 
     def capabilities(self) -> Capabilities:
         """Paths, reasons and build errors; builds or loads the modules where that has not happened yet."""
-        available = self._available
+        available = self._paths.available
         pages = self.planes[0].host.pages
-        write_back = self._plan(Direction.WRITE_BACK, pages, 1, None, None, False)
-        load = self._plan(Direction.LOAD, pages, 1, None, None, False)
+        write_back = self._plans.find(Direction.WRITE_BACK, pages, 1)
+        load = self._plans.find(Direction.LOAD, pages, 1)
         missing = [
             f"{name}: {reason}"
             for name, reason in (("staged", available.staged_reason), ("direct", available.direct_reason))
             if reason
         ]
-        device_type = module_device_type(self.device)
-        errors = [reason for name in ("staged", "main") if (reason := unavailable_reason(name, device_type))]
         return Capabilities(
             write_back.path,
             load.path,
             available.staged,
             available.direct,
             "; ".join(missing) if missing else write_back.reason,
-            errors[0] if errors else None,
+            self._paths.build_error(),
         )
 
-    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = False) -> planner.Plan:
+    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = False) -> Plan:
         """Path an operation of ``pages`` host pages in ``runs`` runs would take under the pool's policy, and why.
 
         ``layer_by_layer`` for loads whose layers are calls of their own, rather than one call with events.
         """
         pages, runs = whole("pages", pages, least=0), whole("runs", runs, least=0)
-        return self._plan(direction, pages, runs, None, None, layer_by_layer)
-
-    def _planner_constants(self) -> planner.DeviceConstants:
-        if self._constants is None:
-            # Imported here, as calibration measures with transfers.
-            from .calibrate import device_constants
-
-            constants = device_constants(self.device)
-            if self.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-                return constants
-            self._constants = constants
-        return self._constants
-
-    def _plan(
-        self,
-        direction: Direction,
-        pages: int,
-        runs: int,
-        policy: TransferPolicy | str | None,
-        block_quota: int | None,
-        layer_by_layer: bool,
-    ) -> planner.Plan:
-        """Plan an operation; operations of one shape are planned once."""
-        key = (direction, pages, runs, policy, block_quota, layer_by_layer)
-        known = self._plans.get(key)
-        if known is not None and type(block_quota) in (int, type(None)):
-            return known
-        plan = self._plan_anew(direction, pages, runs, policy, block_quota, layer_by_layer)
-        if self._constants is not None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan
-
-    def _plan_anew(
-        self,
-        direction: Direction,
-        pages: int,
-        runs: int,
-        policy: TransferPolicy | str | None,
-        block_quota: int | None,
-        layer_by_layer: bool,
-    ) -> planner.Plan:
-        work = planner.Work(
-            self._layout,
-            pages,
-            runs,
-            self.page_bytes,
-            self.page_size,
-            self.layers,
-            len(self.planes),
-            self._smallest_row,
-        )
-        chosen = str(self.policy if policy is None else transfer_policy(policy))
-        if direction is Direction.WRITE_BACK:
-            return planner.plan_write_back(
-                work,
-                constants=self._planner_constants(),
-                available=self._available,
-                policy=chosen,
-                block_quota=block_quota,
-                staging_bytes=self.ring.budget_bytes // 2,
-            )
-        return planner.plan_load(
-            work,
-            constants=self._planner_constants(),
-            available=self._available,
-            policy=chosen,
-            block_quota=block_quota,
-            staging_bytes=self.ring.budget_bytes // 2,
-            layer_by_layer=layer_by_layer,
-        )
+        return self._plans.find(direction, pages, runs, layer_by_layer=layer_by_layer)
 
     # ---- operations
 
@@ -307,7 +142,7 @@ class PlaneTransfer:
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
     ) -> TransferResult:
-        """Queue the copy of all layers of ``device_indices`` to ``host_indices`` behind the current stream's work.
+        """Queue the copy of all layers of ``device_indices`` to ``host_indices`` after the current stream's work.
 
         Parameters
         ----------
@@ -325,45 +160,51 @@ class PlaneTransfer:
         hicache_kernels.planner.PathUnavailableError
             Where the policy demands a path that is missing.
         """
-        stream = self._current_stream()
+        stream = None if self._on_cpu else torch.cuda.current_stream()
         if stream is not None and stream.device != self.device:
             with torch.cuda.device(self.device):
                 return self.write_back(host_indices, device_indices, policy=policy, block_quota=block_quota)
-        indices = self._indices.read(host_indices, device_indices, stream)
-        plan = self._plan_operation(Direction.WRITE_BACK, indices, policy, block_quota, False)
+        reader = self._paths.indices
+        indices = reader.read(host_indices, device_indices, stream)
+        plan = self._plan(Direction.WRITE_BACK, indices, policy, block_quota, False)
         size = indices.page_count * self.page_bytes
         if size == 0:
             return TransferResult(plan.path, "nothing to move", 0, 0)
-        if plan.path == planner.REFERENCE:
+        if plan.path == REFERENCE:
             reference.write_back(self.planes, host_indices, device_indices)
             return TransferResult(plan.path, plan.reason, size, indices.runs)
         try:
-            if plan.path == planner.DIRECT:
-                self._move_direct(self._indices.both_slots(indices, stream), False, None, plan.block_quota, stream)
-                done = None if stream is None else stream.record_event()
-                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
-            copies, released, ready, reason = self._write_back_staged(indices, plan.reason, stream)
-            return TransferResult(plan.path, reason, size, indices.runs, released, ready, copies)
+            if plan.path != DIRECT:
+                return self._write_back_staged(indices, plan, size, stream)
+            host_slots, device_slots = reader.on_device(indices, stream, both=True)
+            self._paths.direct.move(
+                device_slots, host_slots, to_device=False, layer=None, blocks=max(1, plan.block_quota), stream=stream
+            )
+            done = None if stream is None else stream.record_event()
+            return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
         finally:
-            self._indices.done(indices, stream)
+            if stream is not None:
+                reader.done(indices, stream)
 
     def _write_back_staged(
-        self, indices: OperationIndices, reason: str, stream: torch.cuda.Stream | None
-    ) -> tuple[int, torch.cuda.Event | None, torch.cuda.Event | None, str]:
-        """Queue a staged write-back: its copies, the events of the result, and the reason."""
+        self, indices: OperationIndices, plan: Plan, size: int, stream: torch.cuda.Stream | None
+    ) -> TransferResult:
         pages = _host_pages(indices)
-        staged = self._demand_staged()
-        with self.ring.lane(Direction.WRITE_BACK).lock:
-            if indices.device.device.type == "cpu":
+        staged = self._paths.staged
+        with staged.write_lane.lock:
+            if indices.device.is_cpu:
                 copies = staged.copy_runs(
                     Direction.WRITE_BACK, pages, indices.device, stream, first_layer=0, end_layer=self.layers
                 )
                 if copies is not None:
-                    ready = staged.copies_done(Direction.WRITE_BACK)
-                    return copies, ready, ready, f"{reason}; {BOTH_RUNS}"
-            copies = staged.write_back(pages, self._indices.device_slots(indices, stream), stream)
+                    ready = staged.write_lane.copies_done()
+                    reason = f"{plan.reason}; {BOTH_RUNS}"
+                    return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies)
+            slots = self._paths.indices.on_device(indices, stream, both=False)[1]
+            copies = staged.write_back(pages, slots, stream)
             released = None if stream is None else stream.record_event()
-            return copies, released, staged.copies_done(Direction.WRITE_BACK), reason
+            ready = staged.write_lane.copies_done()
+            return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies)
 
     def load(
         self,
@@ -400,7 +241,7 @@ class PlaneTransfer:
             raise TypeError(f"layer is {layer!r}; it must be an int from 0 to {self.layers - 1}, or None for all")
         if layer is not None and not 0 <= layer < self.layers:
             raise IndexError(f"layer is {layer}; it must be from 0 to {self.layers - 1}, or None for all")
-        stream = self._current_stream()
+        stream = None if self._on_cpu else torch.cuda.current_stream()
         if stream is not None and stream.device != self.device:
             with torch.cuda.device(self.device):
                 return self.load(
@@ -411,48 +252,64 @@ class PlaneTransfer:
                     block_quota=block_quota,
                     layer_events=layer_events,
                 )
-        indices = self._indices.read(host_indices, device_indices, stream, keep=layer is not None)
-        plan = self._plan_operation(Direction.LOAD, indices, policy, block_quota, layer is not None)
+        reader = self._paths.indices
+        indices = reader.read(host_indices, device_indices, stream, keep=layer is not None)
+        plan = self._plan(Direction.LOAD, indices, policy, block_quota, layer is not None)
         layers = range(self.layers) if layer is None else range(layer, layer + 1)
         size = indices.page_count * self.page_bytes // self.layers * len(layers)
         if size == 0:
             return TransferResult(plan.path, "nothing to move", 0, 0)
-        if plan.path == planner.REFERENCE:
+        if plan.path == REFERENCE:
             reference.load(self.planes, host_indices, device_indices, layer)
             return TransferResult(plan.path, plan.reason, size, indices.runs)
         with_events = layer_events and stream is not None
         try:
-            if plan.path == planner.DIRECT:
-                events: tuple[torch.cuda.Event, ...] = ()
-                slots = self._indices.both_slots(indices, stream)
-                if with_events and stream is not None:
-                    events = self._load_layers_direct(slots, layers, max(1, plan.block_quota), stream)
-                else:
-                    self._move_direct(slots, True, layer, plan.block_quota, stream)
-                done = None if stream is None else stream.record_event()
-                return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, events)
+            if plan.path == DIRECT:
+                return self._load_direct(indices, plan, layer, size, with_events, stream)
             return self._load_staged(indices, plan, layers, size, with_events, stream)
         finally:
-            self._indices.done(indices, stream)
-            if with_events and stream is not None:
-                self._make_spare_events(stream)
+            if stream is not None:
+                reader.done(indices, stream)
+                if with_events:
+                    self._spare_events.refill(stream)
+
+    def _load_direct(
+        self,
+        indices: OperationIndices,
+        plan: Plan,
+        layer: int | None,
+        size: int,
+        with_events: bool,
+        stream: torch.cuda.Stream | None,
+    ) -> TransferResult:
+        host_slots, device_slots = self._paths.indices.on_device(indices, stream, both=True)
+        blocks = max(1, plan.block_quota)
+        if stream is None or not with_events:
+            self._paths.direct.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks, stream=stream)
+            done = None if stream is None else stream.record_event()
+            return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
+        layers = range(self.layers) if layer is None else range(layer, layer + 1)
+        taken = self._spare_events.take(len(layers), stream)
+        self._paths.direct.load_with_events(host_slots, device_slots, layers, taken, blocks, stream)
+        done = stream.record_event()
+        return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, taken.events)
 
     def _load_staged(
         self,
         indices: OperationIndices,
-        plan: planner.Plan,
+        plan: Plan,
         layers: range,
         size: int,
         with_events: bool,
         stream: torch.cuda.Stream | None,
     ) -> TransferResult:
         pages = _host_pages(indices)
-        staged = self._demand_staged()
-        with self.ring.lane(Direction.LOAD).lock:
-            taken = _Events()
-            if indices.device.device.type == "cpu":
+        staged = self._paths.staged
+        with staged.load_lane.lock:
+            taken = LayerEvents()
+            if indices.device.is_cpu:
                 # More than the staged path needs, which takes over what direct copies leave.
-                taken = self._take_events(len(layers) if with_events else 0, stream)
+                taken = self._spare_events.take(len(layers) if with_events else 0, stream)
                 copies = staged.copy_runs(
                     Direction.LOAD,
                     pages,
@@ -463,141 +320,38 @@ class PlaneTransfer:
                     layer_events=taken.handles,
                 )
                 if copies is not None:
-                    ready = staged.copies_done(Direction.LOAD)
+                    ready = staged.load_lane.copies_done()
                     if stream is not None and ready is not None:
                         stream.wait_event(ready)
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies, taken.events)
-            steps = planner.layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
+            steps = layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
             if not taken.events:
-                taken = self._take_events(len(steps), stream)
-            taken = _Events(taken.events[: len(steps)], taken.handles[: len(steps)])
+                taken = self._spare_events.take(len(steps), stream)
+            taken = taken.first(len(steps))
             copies = staged.load(
                 pages,
-                self._indices.device_slots(indices, stream),
+                self._paths.indices.on_device(indices, stream, both=False)[1],
                 stream,
                 first_layer=layers.start,
                 end_layer=layers.stop,
                 layers_each=plan.layers_each,
                 copy_events=taken.handles,
             )
-            ready = staged.copies_done(Direction.LOAD)
+            ready = staged.load_lane.copies_done()
         released = None if stream is None else stream.record_event()
         # Layers that one copy brings are filled at once, and share its event.
         events = tuple(event for event, each in zip(taken.events, steps, strict=True) for _ in range(each))
         return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, events)
 
-    def _take_events(self, count: int, stream: torch.cuda.Stream | None) -> _Events:
-        """Spare events, made at the end of an earlier load of as many, or new ones."""
-        if stream is None or count == 0:
-            return _Events()
-        taken = self._spare_events.pop(count, None)
-        self._events_wanted = count
-        return _Events.make(count, stream) if taken is None else taken
-
-    def _make_spare_events(self, stream: torch.cuda.Stream) -> None:
-        """Have events for one more load like the last ready, once that is queued."""
-        count = self._events_wanted
-        if count not in self._spare_events and not torch.cuda.is_current_stream_capturing():
-            self._spare_events = {count: _Events.make(count, stream)}
-
-    def _demand_staged(self) -> StagedMover:
-        mover, reason = self._staged
-        if mover is None:
-            raise planner.PathUnavailableError(reason)
-        return mover
-
-    def _demand_direct(self) -> DirectMover:
-        mover, reason = self._direct
-        if mover is None:
-            raise planner.PathUnavailableError(reason)
-        return mover
-
-    def _plan_operation(
+    def _plan(
         self,
         direction: Direction,
         indices: OperationIndices,
         policy: TransferPolicy | str | None,
         block_quota: int | None,
         layer_by_layer: bool,
-    ) -> planner.Plan:
+    ) -> Plan:
         if indices.pages is None and transfer_policy(policy or self.policy) is TransferPolicy.AUTO:
             policy = TransferPolicy.DIRECT
-        return self._plan(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
-
-    def _move_direct(
-        self,
-        slots: tuple[torch.Tensor, torch.Tensor],
-        to_device: bool,
-        layer: int | None,
-        blocks: int,
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        mover = self._demand_direct()
-        host_slots, device_slots = slots
-        source, destination = (host_slots, device_slots) if to_device else (device_slots, host_slots)
-        mover.move(
-            source,
-            destination,
-            to_device=to_device,
-            layer=layer,
-            blocks=max(1, blocks),
-            stream=0 if stream is None else stream.cuda_stream,
-        )
-        if stream is not None and not torch.cuda.is_current_stream_capturing():
-            mover.tables.record_stream(stream)
-
-    def _load_layers_direct(
-        self, slots: tuple[torch.Tensor, torch.Tensor], layers: range, blocks: int, stream: torch.cuda.Stream
-    ) -> tuple[torch.cuda.Event, ...]:
-        """Queue the layers in order, with an event behind each.
-
-        One kernel takes all of them and counts its warps out of each, which a second stream waits for: so the bus is
-        busy from the first byte to the last. Where that cannot be, it is a kernel a layer, on two streams in turn:
-        while one starts or drains, the other keeps the bus busy; each gets half the CTAs, so that both together hold no
-        more than the quota.
-        """
-        mover = self._demand_direct()
-        taken = self._take_events(len(layers), stream)
-        if not torch.cuda.is_current_stream_capturing():
-            done = torch.empty(len(layers), dtype=torch.int32, device=self.device)
-            # Loads of other streams may be under way: the next one's events should not come behind theirs.
-            side = self._direct_lanes[next(self._turns) % len(self._direct_lanes)]
-            if mover.load_layers(
-                *slots,
-                first_layer=layers.start,
-                done=done,
-                events=taken.handles,
-                blocks=blocks,
-                stream=stream.cuda_stream,
-                side_stream=side.cuda_stream,
-            ):
-                done.record_stream(side)
-                mover.tables.record_stream(stream)
-                return taken.events
-        fork = stream.record_event()
-        lanes = self._direct_lanes[: min(2, blocks)]
-        for lane in lanes:
-            lane.wait_event(fork)
-        for layer, event in zip(layers, taken.events, strict=True):
-            lane = lanes[layer % len(lanes)]
-            self._move_direct(slots, True, layer, blocks // len(lanes), lane)
-            event.record(lane)
-        # Whatever the lanes read is reused behind this stream's later work only.
-        for lane in lanes:
-            stream.wait_stream(lane)
-        return taken.events
-
-    @functools.cached_property
-    def _direct_lanes(self) -> tuple[torch.cuda.Stream, ...]:
-        return tuple(own_stream(self.device, f"layers, {number}") for number in range(2))
-
-    # ---- devices and indices
-
-    def _current_stream(self) -> torch.cuda.Stream | None:
-        """Stream of the current device, which need not be the rows'; None on CPU."""
-        return None if self.device.type == "cpu" else torch.cuda.current_stream()
-
-    @functools.cached_property
-    def _smallest_row(self) -> int:
-        return min(plane.row_bytes for plane in self.planes)
+        return self._plans.find(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)

@@ -1,4 +1,4 @@
-"""Directories and files that nobody but this user and root can have written: made so, and checked before use."""
+"""Directories and files that only this user and root can have written: made so, and checked before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class UntrustedPathError(PermissionError):
 
 
 def check_status(path: Path, status: os.stat_result, *, link: bool = False) -> None:
-    """Check who owns what lies at ``path`` and who may write it, which for a symbolic link is nobody.
+    """Check who owns what lies at ``path`` and who may write it; a symbolic link cannot be written.
 
     Raises
     ------

@@ -7,9 +7,9 @@ from collections import deque
 
 import torch
 
-LEAST_COUNT = 4096
+MIN_COUNT = 4096
 """Indices that an upload has room for at least."""
-MOST_LOOKS = 4
+MAX_LOOKS = 4
 """Uploads looked at before another one is made: a long operation must not make every short one bring its own."""
 
 
@@ -23,7 +23,7 @@ class Upload:
     on_device
         int64 ``[count]`` on the device.
     event
-        Recorded behind the last reader.
+        Recorded after the last reader.
     """
 
     __slots__ = ("event", "on_device", "pinned")
@@ -37,9 +37,9 @@ class Upload:
 class UploadPool:
     """Uploads of one device, by any thread and for any stream.
 
-    Invariant: what lies in the pool has its event behind its last reader, and is taken, or dropped, only once that has
+    Invariant: what lies in the pool has its event after its last reader, and is taken, or dropped, only once that has
     come. So there are as many uploads as there were operations under way at once. A pool outlives every transfer
-    (:func:`upload_pool`): what an operation under way still reads is nobody's to free.
+    (:func:`upload_pool`): so nothing frees what an operation under way still reads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class UploadPool:
 
     def take(self, count: int) -> Upload:
         """Room for ``count`` indices that nothing reads any more; call with the stream current that will read it."""
-        for _ in range(min(len(self._spare), MOST_LOOKS)):
+        for _ in range(min(len(self._spare), MAX_LOOKS)):
             try:
                 upload = self._spare.popleft()
             except IndexError:  # other threads took them
@@ -57,7 +57,7 @@ class UploadPool:
                 self._spare.append(upload)
             elif upload.pinned.numel() >= count:
                 return upload
-        return Upload(max(LEAST_COUNT, 1 << (count - 1).bit_length()), self._device)
+        return Upload(max(MIN_COUNT, 1 << (count - 1).bit_length()), self._device)
 
     def give_back(self, upload: Upload) -> None:
         """Take an upload back whose event is recorded."""

@@ -70,7 +70,7 @@ class PoolSpec:
     device_pool
         What is mirrored.
     layers
-        Model layers the pool's layers stand for, in order; None for 0, 1, 2, ...
+        Model layers that the pool's layers serve, in order; None for 0, 1, 2, ...
     indices_from_pool
         Pool whose slots it uses; None looks the name up in ``INDEX_SOURCES``.
     pages
@@ -185,7 +185,7 @@ def build_host_pool_group(
                 pin_memory,
                 "cpu",
                 allocator_type,
-                transfer_policy,
+                transfer_policy=transfer_policy,
                 pages=pages[plan.name],
                 packed_draft_device_pools=plan.spec.packed_draft_device_pools,
                 memory_options=memory_options,
@@ -215,12 +215,14 @@ def layer_mapper(layer_num: int, layers: Sequence[int] | None = None) -> Callabl
     layer_num
         Layers of the pool.
     layers
-        Model layers they stand for, in order; None for 0, 1, 2, ...
+        Model layers that they serve, in order; None for 0, 1, 2, ...
     """
     layer_num = whole("layer_num", layer_num)
     model_layers = range(layer_num) if layers is None else layers
     if len(model_layers) != layer_num or len(set(model_layers)) != layer_num:
-        raise ValueError(f"layers is {list(model_layers)}; the pool has {layer_num} layers, each stands for one other")
+        raise ValueError(
+            f"layers is {list(model_layers)}; the pool has {layer_num} layers, each serves one model layer"
+        )
     return {model_layer: layer for layer, model_layer in enumerate(model_layers)}.get
 
 
@@ -236,7 +238,7 @@ def _plans(device_pools: Mapping[str, DevicePool | PoolSpec], page_size: int) ->
         layer_mapper(spec.device_pool.layer_num, spec.layers)
         if isinstance(spec.device_pool, DSATokenToKVPool) and spec.host_pool_type is None:
             if PoolName.INDEXER in device_pools:
-                raise ValueError(f"device_pools has {name} with an indexer inside, and {PoolName.INDEXER} beside it")
+                raise ValueError(f"device_pools has {name} with an indexer inside, and {PoolName.INDEXER} as well")
             drafts = [d for d in spec.packed_draft_device_pools if isinstance(unwrap_draft_pool(d), DSATokenToKVPool)]
             indexer = replace(
                 spec,
@@ -280,7 +282,7 @@ def _plan(name: str, spec: PoolSpec, page_size: int) -> _Plan:
     for component in spec.device_pool.components:
         if page_size % component.slots_per_row:
             raise ValueError(
-                f"page_size is {page_size}; a row of {component.name} in device_pools[{name!r}] stands for "
+                f"page_size is {page_size}; a row of {component.name} in device_pools[{name!r}] covers "
                 f"{component.slots_per_row} slots, so the page size must be a multiple of that"
             )
     wanted = host_pool_type.component_names
@@ -298,7 +300,7 @@ def _plan(name: str, spec: PoolSpec, page_size: int) -> _Plan:
 
 
 def _bare_anchor_pages(plans: Sequence[_Plan]) -> int | None:
-    """Device pages behind an anchor that keeps no bytes, or None where ``kv`` is a pool or nothing derives from it."""
+    """Device pages of an anchor that keeps no bytes, or None where ``kv`` is a pool or nothing derives from it."""
     if any(plan.name == PoolName.KV for plan in plans):
         return None
     derived = [plan.device_pages for plan in plans if plan.source == PoolName.KV]

@@ -25,7 +25,7 @@ class ExtentIndex:
     several times faster than indexing numpy. There are at most ``sqrt(2 * pages)`` different run lengths at a time
     (their sum is at most ``pages``), so a sorted list of the lengths in use, and a table from length to the first run
     of that length, stay small: finding a length is one bisection, and runs of one length form a linked list threaded
-    through the arrays. Every operation on a run is O(log n) in the number of runs, beside marking its pages (and the
+    through the arrays. Every operation on a run is O(log n) in the number of runs, plus marking its pages (and the
     move of at most ``sqrt(2 * pages)`` pointers when a length comes into use or goes out of it).
 
     Placement: best fit, and among runs of one length the one whose neighbours were taken last. Pages taken together
@@ -85,7 +85,7 @@ class ExtentIndex:
         while pages:
             position = bisect_left(self._sizes, pages)
             size = self._sizes[position] if position < len(self._sizes) else self._sizes[-1]
-            start = self._beside_youngest(size) if size >= pages else self._heads[size]
+            start = self._next_to_youngest(size) if size >= pages else self._heads[size]
             used = min(size, pages)
             self._unlink(start, size)
             if used < size:
@@ -155,7 +155,7 @@ class ExtentIndex:
         if self.runs != len(runs):
             raise RuntimeError(f"{self.runs} free runs are counted, {len(runs)} exist")
 
-    def _beside_youngest(self, size: int) -> int:
+    def _next_to_youngest(self, size: int) -> int:
         """Find, among the first runs of this length, the one whose neighbours were taken last."""
         best = start = self._heads[size]
         following = self._next[start]

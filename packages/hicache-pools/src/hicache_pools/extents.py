@@ -76,7 +76,7 @@ class ExtentAllocator:
     def __init__(self, pages: int, page_size: int = 1) -> None:
         self._page_num = whole("pages", pages, least=0, most=MAX_PAGES)
         self._page_size = whole("page_size", page_size, most=MAX_PAGES)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the index of free pages and the counters
         self._index = ExtentIndex(self._page_num)
         self._reset()
 
@@ -176,7 +176,7 @@ class ExtentAllocator:
         return self._give(self._whole_pages(_slots(indices)), self._page_size) * self._page_size
 
     def owned_pages(self, indices: torch.Tensor) -> PageArray:
-        """Return the pages of slots that somebody owns, and change nothing.
+        """Return the pages of slots that are owned, and change nothing.
 
         Parameters
         ----------

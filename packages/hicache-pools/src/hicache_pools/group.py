@@ -1,9 +1,8 @@
-"""HostPoolGroup: the host pools of one model behind one interface, with allocation that is all or nothing."""
+"""HostPoolGroup: the host pools of one model as one object, with allocation that is all or nothing."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +59,6 @@ class HostPoolGroup:
             raise ValueError(f"{[str(e.name) for e in anchors]} are all marked as anchor; a group has one")
         self._anchor = anchors[0] if anchors else members[0]
         self._entries = members
-        self._lock = threading.Lock()
         self._slots = SlotTaker()
 
     # -- entries
@@ -90,7 +88,7 @@ class HostPoolGroup:
         TypeError
             Its host pool lacks a required attribute.
         """
-        with self._lock:
+        with self._slots.lock:
             check_entry(entry, {other.name for other in self._entries})
             if entry.is_primary_index_anchor:
                 raise ValueError(
@@ -292,7 +290,7 @@ class HostPoolGroup:
 
     def _claim(self, transfer: PoolTransfer, side: Side) -> torch.Tensor | None:
         """Take what the group filled in out of a transfer; of several threads only one gets it."""
-        with self._lock:
+        with self._slots.lock:
             indices = _indices(transfer, side)
             if not (transfer.host_from_group if side == "host" else transfer.device_from_group):
                 return None
@@ -318,7 +316,7 @@ class HostPoolGroup:
         if len({id(transfer) for transfer in transfers}) < len(transfers):
             raise ValueError(f"transfers has one transfer twice: {[str(transfer.name) for transfer in transfers]}")
         primary = PoolTransfer(self._anchor.name, primary_host_indices, primary_device_indices)
-        sources = self._sources(transfers, primary)
+        derived = self._pair_derived(transfers, primary)
         owners = [t for t in transfers if t.indices_from_pool is None and _indices(t, side) is None]
         # The order of names, not of the list: what a rank's tree lists first must not decide who gets the last slots.
         owners.sort(key=lambda transfer: str(transfer.name))
@@ -326,7 +324,7 @@ class HostPoolGroup:
         if side == "device":
             for request in requests:
                 check_device_callbacks(request.entry)
-        _check_derived(sources, side, owners)
+        _check_derived(derived, side, owners)
 
         taken = self._slots.take(requests, side)
         if taken is None:
@@ -337,14 +335,14 @@ class HostPoolGroup:
             raise RuntimeError(f"a reclaim callback filled transfers in: {[str(transfer.name) for transfer in owners]}")
         for transfer, indices in zip(owners, taken, strict=True):
             _set_indices(transfer, side, indices, from_group=True)
-        for transfer, source in sources:
+        for transfer, source in derived:
             for each in ("host", "device"):
                 indices_or_none = _indices(source, each)
                 if _indices(transfer, each) is None and indices_or_none is not None:
                     _set_indices(transfer, each, indices_or_none, from_group=True)
         return list(transfers)
 
-    def _sources(
+    def _pair_derived(
         self, transfers: Sequence[PoolTransfer], primary: PoolTransfer
     ) -> list[tuple[PoolTransfer, PoolTransfer]]:
         """Pair each derived transfer with the transfer that owns its indices, through any chain."""
@@ -414,10 +412,10 @@ def _set_indices(transfer: PoolTransfer, side: Side, indices: torch.Tensor | Non
 
 
 def _check_derived(
-    sources: Sequence[tuple[PoolTransfer, PoolTransfer]], side: Side, owners: Sequence[PoolTransfer]
+    derived: Sequence[tuple[PoolTransfer, PoolTransfer]], side: Side, owners: Sequence[PoolTransfer]
 ) -> None:
     """Raise where a derived transfer would be left without indices, or has some that are not its source's."""
-    for transfer, source in sources:
+    for transfer, source in derived:
         if _indices(source, side) is None and source not in owners:
             raise ValueError(
                 f"transfer {transfer.name!s} derives its indices from {source.name!s}, whose {side} indices are None; "

@@ -29,10 +29,15 @@ class SlotTaker:
 
     Nothing stays taken, and no lock is held, while a reclaim callback runs: it sees all free slots, and may call back,
     wait for other threads that do, raise, or free too little. Each pool is asked once for each call of :meth:`take`.
+
+    Attributes
+    ----------
+    lock
+        Guards the group: its entries, the takings of host slots, and which transfers it has filled in.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # guards a group: its entries, takings of host slots, and filled transfers
         self._thread = threading.local()
 
     def take(self, requests: Sequence[SlotRequest], side: Side) -> list[torch.Tensor] | None:
@@ -52,7 +57,7 @@ class SlotTaker:
         if side == "device":
             return _take_each(requests, side)
         # Two operations that would each get half and fail take turns instead. Host pools never call back.
-        with self._lock:
+        with self.lock:
             return _take_each(requests, side)
 
     def _reclaim(self, requests: Sequence[SlotRequest], side: Side) -> bool:

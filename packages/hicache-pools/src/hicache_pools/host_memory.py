@@ -70,7 +70,7 @@ class HugePages(StrEnum):
 
 @dataclass(eq=False)
 class _Memory:
-    """What stands behind a buffer. Outlives it while tensors still show the memory."""
+    """The memory of a buffer. Outlives it while tensors still show the memory."""
 
     mapping: mmap.mmap
     address: int
@@ -173,7 +173,7 @@ class HostBuffer:
         self._tensor: torch.Tensor | None = torch.from_numpy(array)
         # Every tensor of the buffer holds the array, so it goes last.
         self._finalizer = weakref.finalize(array, memory.finish)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards closing: a second caller returns once the memory is given back
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -58,7 +58,7 @@ def prefer_node(address: int, nbytes: int, node: int, *, mbind: MbindCall | None
     words = node // bits_per_word + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // bits_per_word] = 1 << (node % bits_per_word)
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than it is given.
     code = (mbind or _mbind)(address, nbytes, _MPOL_PREFERRED, mask, words * bits_per_word + 1)
     return None if code == 0 else f"mbind to NUMA node {node} failed: {os.strerror(code)}"
 

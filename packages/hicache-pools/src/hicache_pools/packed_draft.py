@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from hicache_kernels import DeviceRows
 
@@ -34,11 +34,8 @@ class WrapsFullAttentionPool(Protocol):
         ...
 
 
-DraftPool: TypeAlias = DevicePool | WrapsDevicePool | WrapsFullAttentionPool
-
-
 def unwrap_draft_pool(draft: object) -> DevicePool:
-    """Return the device pool behind a draft pool, bare or wrapped (also twice).
+    """Return the device pool of a draft pool, bare or wrapped (also twice).
 
     Raises
     ------
@@ -74,7 +71,7 @@ def check_draft(owner: DevicePool, draft: DevicePool, number: int) -> None:
 
 
 def append_draft_layers(owner: DeviceComponent, drafts: Sequence[DeviceComponent]) -> DeviceComponent:
-    """Append the layers of drafts behind the owner's; the slots and strides are the owner's.
+    """Append the layers of drafts after the owner's; the slots and strides are the owner's.
 
     Raises
     ------

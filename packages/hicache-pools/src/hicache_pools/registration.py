@@ -35,7 +35,7 @@ class HostRuntime(Protocol):
         """Error code, and where kernels find what was registered at ``address``, often at the same address."""
 
     def clear_error(self) -> None:
-        """Forget the pending error, which the next unrelated call of anybody would otherwise report."""
+        """Forget the pending error, which the next unrelated call would otherwise report."""
 
     def describe(self, code: int) -> str:
         """Name and meaning of an error code."""

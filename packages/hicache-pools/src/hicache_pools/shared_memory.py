@@ -31,7 +31,7 @@ class SharedFile(NamedTuple):
 def create_shared_file(nbytes: int, *, huge_pages: bool = False) -> SharedFile:
     """Create an anonymous memory file of ``nbytes`` bytes; not limited by the size of ``/dev/shm``.
 
-    Nothing is left behind when the processes that use it are killed.
+    Nothing is left when the processes that use it are killed.
     """
     token = secrets.token_hex(8)
     flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if huge_pages else 0)

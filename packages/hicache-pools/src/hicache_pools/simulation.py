@@ -118,7 +118,7 @@ def read_slots(device_pool: DevicePool, slots: torch.Tensor) -> dict[str, torch.
     device_pool
         Any device pool.
     slots
-        int64 or int32 ``[n]``, before translation where the pool translates. Where a row stands for several slots, all
+        int64 or int32 ``[n]``, before translation where the pool translates. Where a row covers several slots, all
         slots of a row are given, one after the other.
 
     Returns

@@ -17,12 +17,12 @@ from ..controller import HiCacheController
 from ..hashing import page_hashes
 from ..hybrid import HybridCacheController
 from ..metrics import MetricsSnapshot
+from ..policies import PrefetchPolicy
 from ..radix import Match, Pages, UnifiedRadixCache
 from ..storage import Fingerprint, HiCacheStorage, MemoryStorage
 from ..storage.file import FileStorage
 from ..storage.mooncake import MooncakeStorage
-from ..storage_link import StorageSettings
-from ..storage_worker import PrefetchPolicy
+from ..storage_settings import StorageSettings
 from ..trace import TraceRequest
 from .key_storage import KeyStorage
 from .model import ReplayModel, build_model

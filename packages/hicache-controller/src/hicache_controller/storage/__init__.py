@@ -4,11 +4,13 @@ from .base import HiCacheStorage, RemovalListener, StoragePool, StorageStats
 from .factory import StorageBackendFactory
 from .file import FileStorage
 from .fingerprint import Fingerprint
+from .generic import GenericStorage
 from .memory import MemoryStorage
 
 __all__ = [
     "FileStorage",
     "Fingerprint",
+    "GenericStorage",
     "HiCacheStorage",
     "MemoryStorage",
     "RemovalListener",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 RemovalListener = Callable[[Sequence[bytes], str], None]
 """Takes keys, each at most once, and the name of the pool whose parts of their pages a storage no longer has."""
+
+ANCHOR = "kv"
+"""Name of the anchor's pool in a storage, whatever its entry is called."""
 
 MAX_KEY_BYTES = 64
 """Longest key. A page hash has 16 bytes; block hashes of engines have 32, and more with the number of a group."""
@@ -61,6 +65,10 @@ class RegisteredPool(NamedTuple):
     page_num: int
     page_bytes: int
     digest: bytes
+
+    def memory(self, page: int) -> Sequence[memoryview]:
+        """Return writable views of a page's parts; none of a pool without memory."""
+        return self.pool.page_memory(page) if self.page_bytes else ()
 
 
 class StorageStats(NamedTuple):
@@ -110,6 +118,8 @@ class HiCacheStorage(ABC):
         self._closed = False
         self._removal_listener: RemovalListener | None = None
         self._removed_parts: deque[tuple[str, bytes]] = deque()
+        self._lock = threading.Lock()  # guards the counts, and what a backend here knows of its pages
+        self._counts: Counter[str] = Counter()
 
     def register_mem_pool_host(self, pool: StoragePool, name: str = "kv") -> None:
         """Make a host pool known, whose pages ``batch_get`` fills and ``batch_set`` reads.
@@ -362,7 +372,7 @@ class HiCacheStorage(ABC):
         pool, keys
             A registered pool, and checked keys.
         pages
-            Page numbers in the pool, one a key; ``pool.pool.page_memory(number)`` is where the bytes go.
+            Page numbers in the pool, one a key; ``pool.memory(number)`` is where the bytes go.
         """
 
     @abstractmethod
@@ -416,6 +426,10 @@ class HiCacheStorage(ABC):
             return self.find_pages(pool, names, leading=leading)
         finally:
             self.report_removed()
+
+    def _count(self, **by: int) -> None:
+        with self._lock:
+            self._counts.update(by)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -91,7 +91,7 @@ class FaultyStorage(HiCacheStorage):
         for i, page in enumerate(pages):
             if self._load_every and next(self._loads) % self._load_every == 0:
                 loaded[i] = False
-                for view in pool.pool.page_memory(page) if pool.page_bytes else ():
+                for view in pool.memory(page):
                     view[:] = os.urandom(len(view))
         return loaded
 

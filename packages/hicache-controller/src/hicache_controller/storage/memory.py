@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-
 from hicache_kernels.validation import whole
 
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
@@ -30,10 +27,8 @@ class MemoryStorage(HiCacheStorage):
         if capacity_bytes is not None:
             whole("capacity_bytes", capacity_bytes, least=0)
         self._capacity = capacity_bytes
-        self._lock = threading.Lock()
         self._index = PageIndex()
         self._bytes: dict[str, dict[bytes, bytes]] = {}
-        self._counts: Counter[str] = Counter()
         self._tick = 0
 
     def clear(self) -> None:
@@ -115,7 +110,7 @@ class MemoryStorage(HiCacheStorage):
                     self._counts["no_room"] += 1
                     full = True
                 else:
-                    held[key] = b"".join(pool.pool.page_memory(page)) if pool.page_bytes else b""
+                    held[key] = b"".join(pool.memory(page))
                     self._index.add(key, pool.name, pool.page_bytes, parent, tick)
                     self._counts["stored"] += 1
                     self._counts["bytes_written"] += pool.page_bytes
@@ -145,9 +140,7 @@ class MemoryStorage(HiCacheStorage):
 
 
 def _copy_out(pool: RegisteredPool, page: int, data: bytes) -> None:
-    if not pool.page_bytes:
-        return
-    start, source = 0, memoryview(data)
-    for view in pool.pool.page_memory(page):
-        view[:] = source[start : start + len(view)]
+    start, stored = 0, memoryview(data)
+    for view in pool.memory(page):
+        view[:] = stored[start : start + len(view)]
         start += len(view)

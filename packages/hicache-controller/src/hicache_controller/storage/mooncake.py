@@ -7,9 +7,7 @@ import logging
 import mmap
 import queue
 import re
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +49,7 @@ class _Job(NamedTuple):
 class _Page(NamedTuple):
     """Memory of a page: its parts in the pool, and where its footer is."""
 
-    views: tuple[memoryview, ...]
+    views: Sequence[memoryview]
     footer: memoryview
 
 
@@ -116,8 +114,6 @@ class MooncakeStorage(HiCacheStorage):
         self._model = fingerprint.digest().hex()
         self._address = master
         self._deadline = deadline_seconds
-        self._mutex = threading.Lock()
-        self._counts: Counter[str] = Counter()
         self._reads, self._writes = Backoff(clock), Backoff(clock)
         settings = MooncakeSettings(
             master, local_hostname, metadata_server, protocol, devices, segment_bytes, deadline_seconds
@@ -167,7 +163,7 @@ class MooncakeStorage(HiCacheStorage):
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was opened; ``pages`` and ``bytes`` of a store that is shared are 0."""
-        with self._mutex:
+        with self._lock:
             backing_off = self._client.failing or self._reads.active or self._writes.active
             return StorageStats(backing_off=backing_off, compiled_reads=False, **self._counts)
 
@@ -357,10 +353,7 @@ class MooncakeStorage(HiCacheStorage):
         try:
             starts = range(lane * _CHUNK_PAGES * FOOTER_BYTES, len(self._footers), FOOTER_BYTES)
             yield [
-                _Page(
-                    pool.pool.page_memory(job.page) if pool.page_bytes else (),
-                    self._footers[start : start + FOOTER_BYTES],
-                )
+                _Page(pool.memory(job.page), self._footers[start : start + FOOTER_BYTES])
                 for job, start in zip(jobs, starts, strict=False)
             ]
         finally:
@@ -405,10 +398,6 @@ class MooncakeStorage(HiCacheStorage):
         if backoff.failed():
             why = "no room" if code in _NO_ROOM else f"code {code}"
             logger.warning("Mooncake at %s: cannot %s (%s); going on and trying again", self._address, what, why)
-
-    def _count(self, **by: int) -> None:
-        with self._mutex:
-            self._counts.update(by)
 
 
 def _raise_if_down(codes: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
-from ..storage_worker import ANCHOR
+from ..storage.base import ANCHOR
 from .components import trailing, window_rank
 from .events import Change, Tier
 from .keys import KEY_BYTES, key_list

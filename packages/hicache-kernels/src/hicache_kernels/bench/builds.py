@@ -24,7 +24,7 @@ print(time.perf_counter() - start if all(o.origin == "built" for o in outcomes) 
 
 
 def cold_build_seconds(device_type: str, *, cores: int = BUILD_CORES) -> float | None:
-    """Build both modules, one behind the other, in a process of its own with an empty cache.
+    """Build both modules, one after the other, in a process of its own with an empty cache.
 
     Parameters
     ----------

@@ -52,7 +52,7 @@ LAYOUTS = (HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT)
 POLICIES = ("staged", "direct", "auto")
 DIRECT_ROWS = (128, 256, 576, 1024, 2048, 4096, 16384)
 QUOTAS = (1, 2, 4, 8)
-MOST_CTAS = 8
+MAX_CTAS = 8
 """CTAs that the targets of the direct path allow."""
 
 
@@ -69,7 +69,7 @@ class Case:
     direction, policy, block_quota
         The transfer.
     layer_by_layer
-        Whether a load records an event behind each layer, as an engine that overlaps it with its layers asks for.
+        Whether a load records an event after each layer, as an engine that overlaps it with its layers asks for.
     """
 
     shape: Shape
@@ -124,10 +124,10 @@ WIDE_SHARE_BYTES = 32 << 10
 
 
 def direct_grid(rows: Sequence[int] = DIRECT_ROWS) -> Iterator[Case]:
-    """Row sizes of the direct path, held to :data:`MOST_CTAS` CTAs, one page a slot, scattered, in one call."""
+    """Row sizes of the direct path, held to :data:`MAX_CTAS` CTAs, one page a slot, scattered, in one call."""
     for row_bytes, direction in itertools.product(rows, Direction):
         shape = Shape(row_bytes, max(2, min(64, (64 << 10) // row_bytes)), 2)
-        yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MOST_CTAS, False)
+        yield Case(shape, 1, HostLayout.PAGE_FIRST, Pattern.SCATTERED, direction, "direct", MAX_CTAS, False)
 
 
 def quota_grid(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:

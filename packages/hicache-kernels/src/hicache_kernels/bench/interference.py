@@ -1,4 +1,4 @@
-"""What transfers do to compute beside them, and both directions at once; on a GPU only."""
+"""What transfers do to compute next to them, and both directions at once; on a GPU only."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PLAIN = "plain copy"
 REPLAYS = 4
 DISTURBING = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
 LEAD_SECONDS = 0.001
-"""Head start of the transfers, so that the graph never runs beside nothing."""
+"""Head start of the transfers, so that the graph never runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """One workload beside one transfer.
+    """One workload during one transfer.
 
     Attributes
     ----------
@@ -34,9 +34,9 @@ class Disturbance:
     direction, policy, block_quota
         The transfer; policy ``"plain copy"`` is one copy of the whole buffer, which no transfer can disturb less than.
     slowdown
-        Time of the graph beside the transfer over its time alone; median over alternating measurements.
+        Time of the graph during the transfer over its time alone; median over alternating measurements.
     ratio
-        Bandwidth of the transfer beside the graph, as a share of a plain copy alone.
+        Bandwidth of the transfer during the graph, as a share of a plain copy alone.
     """
 
     workload: str
@@ -54,7 +54,7 @@ class Duplex:
     Attributes
     ----------
     plain_bytes_per_second, staged_bytes_per_second
-        Both directions together: two plain copies, a staged write-back beside a staged load-back.
+        Both directions together: two plain copies, a staged write-back during a staged load-back.
     ratio
         Staged over plain.
     """
@@ -105,7 +105,7 @@ def disturbances(
     operations: int = 5,
     quotas: Sequence[int] = QUOTAS,
 ) -> Iterator[Disturbance]:
-    """Measure every workload beside staged transfers of a run, and beside direct ones by CTA quota."""
+    """Measure every workload during staged transfers of a run, and during direct ones by CTA quota."""
     device = buffers.device
     if device.type == "cpu":
         return
@@ -121,13 +121,13 @@ def disturbances(
                     operation()
                 except PathUnavailableError:
                     continue
-                samples = [_beside(workload.graph, device, operation, operations) for _ in range(repeats)]
+                samples = [_during(workload.graph, device, operation, operations) for _ in range(repeats)]
                 yield Disturbance(
                     workload.name,
                     direction,
                     policy,
                     quota,
-                    median(beside / alone for alone, beside, _ in samples),
+                    median(during / alone for alone, during, _ in samples),
                     median(plain_seconds[direction] * pool.bytes / buffers.size / moved for _, _, moved in samples),
                 )
 
@@ -147,13 +147,13 @@ def _operation(
     return lambda: submit(pool, case).host_ready
 
 
-def _beside(
+def _during(
     graph: torch.cuda.CUDAGraph,
     device: torch.device,
     operation: Callable[[], torch.cuda.Event | None],
     operations: int,
 ) -> tuple[float, float, float]:
-    """Seconds of a replay alone, beside transfers, and of one of these transfers."""
+    """Seconds of a replay alone, during transfers, and of one of these transfers."""
     compute, mover = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def replay(before: Callable[[], None] | None) -> float:
@@ -182,8 +182,8 @@ def _beside(
             done.record()
 
     alone = replay(None)
-    beside = replay(move)
-    return alone, beside, begin.elapsed_time(done) / 1e3 / operations
+    during = replay(move)
+    return alone, during, begin.elapsed_time(done) / 1e3 / operations
 
 
 def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -> Duplex | None:

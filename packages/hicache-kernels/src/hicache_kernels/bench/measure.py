@@ -20,7 +20,7 @@ from .pool import BenchPool, Buffers
 SLOW_SECONDS = 0.2
 """An operation that takes longer is measured once."""
 SPIN_CYCLES_PER_SECOND = 2e9
-LEAST_SPIN_SECONDS = 2e-3
+MIN_SPIN_SECONDS = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Measurement:
         Bytes moved, copies handed to the copy engine.
     seconds
         From the operation's start on the device until the host bytes are there or all rows are filled; on a stream that
-        was busy while the operation was queued, but for operations that are measured once.
+        was busy while the operation was queued, except for operations that are measured once.
     ratio
         Bandwidth as a share of a plain pinned copy of the same direction.
     idle_seconds, idle_ratio
@@ -93,7 +93,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - begin
     torch.cuda.synchronize(device)
     start, end = timing_event(), timing_event()
-    _spin(LEAST_SPIN_SECONDS)
+    _spin(MIN_SPIN_SECONDS)
     start.record()
     call()
     end.record()
@@ -108,7 +108,7 @@ def timing_event() -> torch.cuda.Event:
 
 
 def submit(pool: BenchPool, case: Case) -> TransferResult:
-    """Call the transfer of a case; a load is one of all layers in order, with an event behind each."""
+    """Call the transfer of a case; a load is one of all layers in order, with an event after each."""
     if case.direction is Direction.WRITE_BACK:
         return pool.transfer.write_back(
             pool.host_indices, pool.device_indices, policy=case.policy, block_quota=case.block_quota
@@ -146,7 +146,7 @@ def _sample_on_gpu(
     result = submit(pool, case)
     spent = time.perf_counter() - begin
     released.record()
-    # The events of a result do not keep the time: events that do are recorded behind them.
+    # The events of a result do not keep the time: events that do are recorded after them.
     if result.layer_done:
         side.wait_event(result.layer_done[0])
         first.record(side)
@@ -174,7 +174,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     """
     repeats = whole("repeats", repeats)
     device = pool.device_indices.device
-    # One of torch's own could be the stream of the copies, behind which no event is seen before the last.
+    # One of torch's own could be the stream of the copies, where no event is seen before the last.
     side = own_stream(canonical_device(device), "timing") if device.type == "cuda" else None
     try:
         result = submit(pool, case)
@@ -192,7 +192,7 @@ def measure_case(case: Case, pool: BenchPool, plain_bytes_per_second: float, *, 
     while first.seconds <= SLOW_SECONDS and len(idle) < repeats:
         idle.append(sample())
         if side is not None:
-            kept.append(sample(4 * idle[-1].submit + LEAST_SPIN_SECONDS))
+            kept.append(sample(4 * idle[-1].submit + MIN_SPIN_SECONDS))
     idle = idle or [first]
     kept = kept or idle
     seconds, idle_seconds = median(each.seconds for each in kept), median(each.seconds for each in idle)

@@ -1,4 +1,4 @@
-"""One picture of a report: bandwidth by page size, and what transfers cost the compute beside them."""
+"""One picture of a report: bandwidth by page size, and what transfers cost the compute next to them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _draw_disturbances(axis: Any, report: Report) -> None:
             for staged in (d for d in found if d.policy == "staged"):
                 axis.scatter([staged.ratio], [staged.slowdown], marker="*", s=90, color=colour)
     axis.axhline(1.0, color="grey", linewidth=0.8)
-    axis.set_xlabel("bandwidth of the transfer beside the graph")
+    axis.set_xlabel("bandwidth of the transfer during the graph")
     axis.set_ylabel("time of the graph / its time alone")
     axis.set_title("graphs: direct by CTAs, staged as stars")
     if report.disturbances:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..constants import DeviceConstants
 from ..layout import host_strides
 from ..plane import DeviceRows, HostRows, Plane
-from ..planner import DeviceConstants
 from ..staging import StagingRing
 from ..transfer import PlaneTransfer
 from .cases import Case, Pattern

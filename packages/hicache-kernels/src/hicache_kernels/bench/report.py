@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .. import calibrate
+from ..constants import DeviceConstants
 from ..layout import HostLayout
-from ..planner import DeviceConstants
 from ..probe import load_outcome
 from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
@@ -28,9 +28,9 @@ from .pool import BenchPool, Buffers
 
 Progress = Callable[[str], None]
 
-MOST_SLOWDOWN = 1.05
+MAX_SLOWDOWN = 1.05
 """Plain copies around the cases of a pool, over all plain copies so far: with more, others use the machine."""
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Measurements of a pool while others do. The CPU, whose copies are never the same, has one."""
 
 
@@ -63,7 +63,7 @@ class Report:
     full_staging
         A staged write-back with staging memory as large as the operation.
     disturbances, duplex
-        Compute beside transfers; both directions at once. Empty and None on the CPU.
+        Compute during transfers; both directions at once. Empty and None on the CPU.
     """
 
     environment: dict[str, str]
@@ -129,7 +129,7 @@ def run_benchmark(
     Parameters
     ----------
     cases
-        Cases of one pool behind each other share it.
+        Consecutive cases of one pool share it.
     device
         A GPU, or the CPU, where everything is one memory and only the grid is measured.
     size
@@ -139,7 +139,7 @@ def run_benchmark(
     constants
         What the planner goes by; calibrated where None.
     interference
-        Measure graphs beside transfers too.
+        Measure graphs next to transfers too.
     build
         Build the modules anew too, and time it.
     progress
@@ -156,7 +156,7 @@ def run_benchmark(
     buffers = Buffers.allocate(size, device)
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
-    attempts = 1 if device.type == "cpu" else MOST_ATTEMPTS
+    attempts = 1 if device.type == "cpu" else MAX_ATTEMPTS
     for (shape, page_size, layout, _), group in itertools.groupby(cases, _pool_of):
         progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
         report.cases += _measure_pool(list(group), buffers, constants, copies, repeats, attempts)
@@ -171,7 +171,7 @@ def run_benchmark(
     progress("staging as large as the operation")
     report.full_staging = _full_staging(buffers, report, repeats)
     if interference:
-        progress("graphs beside transfers")
+        progress("graphs next to transfers")
         report.disturbances = list(disturbances(buffers, plain, repeats=repeats))
     del buffers
     if device.type != "cpu":
@@ -192,7 +192,7 @@ def _measure_pool(
     repeats: int,
     attempts: int,
 ) -> list[CaseResult]:
-    """Measure cases of one pool, again while plain copies before or behind them are slower than usual.
+    """Measure cases of one pool, again while plain copies before or after them are slower than usual.
 
     The last attempt counts, and the plain copies around it.
     """
@@ -210,10 +210,10 @@ def _measure_pool(
 
 
 def disturbed(samples: Sequence[float], usual: Sequence[float]) -> bool:
-    """Whether copies before or behind something took longer than usual: others use the bus, or the host's memory."""
+    """Whether copies before or after something took longer than usual: others use the bus, or the host's memory."""
     # Not the median: at first, those of a disturbed moment may be most of all there are.
     quarter = sorted(usual)[len(usual) // 4]
-    return max(median(samples[:2]), median(samples[2:])) > MOST_SLOWDOWN * quarter
+    return max(median(samples[:2]), median(samples[2:])) > MAX_SLOWDOWN * quarter
 
 
 def _full_staging(buffers: Buffers, report: Report, repeats: int) -> CaseResult | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..layout import HostLayout
 from ..staging import Direction
 from .builds import BUILD_CORES
-from .cases import MOST_CTAS, WIDE_SHARE_BYTES, Case, Pattern
+from .cases import MAX_CTAS, WIDE_SHARE_BYTES, Case, Pattern
 from .measure import Measurement
 from .report import CaseResult, Report
 
@@ -80,11 +80,32 @@ def _submit_milliseconds(_: Case, measurement: Measurement) -> float:
     return measurement.submit_seconds * 1e3
 
 
+def _direct(direction: Direction) -> Callable[[Case], bool]:
+    return lambda case: (
+        case.direction is direction
+        and case.policy == "direct"
+        and case.block_quota == MAX_CTAS
+        and not case.layer_by_layer
+    )
+
+
 def evaluate_targets(report: Report) -> tuple[Target, ...]:
     """Hold a report against the targets, in the order of the project's table."""
     cases = report.cases
+    to_host, to_device = _direct(Direction.WRITE_BACK), _direct(Direction.LOAD)
+    return (
+        *_write_back_targets(report),
+        _target("direct D2H, at most 8 CTAs: bandwidth", 0.93, _figures(cases, to_host, _ratio)),
+        _target("direct H2D, at most 8 CTAs: bandwidth", 0.91, _figures(cases, to_device, _ratio)),
+        *_load_targets(cases),
+        *_overlap_targets(report),
+        auto_target(cases),
+        *_build_targets(report),
+    )
 
-    def write_back(policy: str, pattern: Pattern, least: int = 0, most: int = 1 << 62) -> Callable[[Case], bool]:
+
+def _write_back_targets(report: Report) -> Iterator[Target]:
+    def wanted(policy: str, pattern: Pattern, least: int = 0, most: int = 1 << 62) -> Callable[[Case], bool]:
         return lambda case: (
             case.direction is Direction.WRITE_BACK
             and case.policy == policy
@@ -93,107 +114,61 @@ def evaluate_targets(report: Report) -> tuple[Target, ...]:
             and least <= case.page_bytes < most
         )
 
-    def wide_load(pattern: Pattern) -> Callable[[Case], bool]:
+    cases = report.cases
+    run, scattered = wanted("staged", Pattern.RUN), wanted("staged", Pattern.SCATTERED, MIB)
+    yield _target("staged write-back, runs: bandwidth", 0.98, _figures(cases, run, _ratio))
+    busy = _figures(cases, run, _submit_milliseconds)
+    yield _target("staged write-back, runs: caller busy, ms", 0.5, busy, at_least=False)
+    pages = "staged write-back, scattered pages from 1 MB"
+    yield _target(f"{pages}: bandwidth", 0.92, _figures(cases, scattered, _ratio))
+    busy = _figures(cases, scattered, _submit_milliseconds)
+    yield _target(f"{pages}: caller busy, ms", 2.0, busy, at_least=False)
+    auto = _figures(cases, wanted("auto", Pattern.SCATTERED, 20_000, MIB), _ratio)
+    yield _target("auto write-back, scattered pages of 20 to 1000 KB: bandwidth", 0.92, auto)
+    full = [] if report.full_staging is None else [report.full_staging]
+    shares = _figures(full, lambda _: True, lambda _, measurement: measurement.release_share)
+    what = "device slots released, staging as large as the operation: share of the time"
+    yield _target(what, 0.05, shares, at_least=False)
+
+
+def _load_targets(cases: Sequence[CaseResult]) -> Iterator[Target]:
+    def wide(pattern: Pattern) -> Callable[[Case], bool]:
         return lambda case: _is_wide(case) and case.policy == "staged" and case.pattern is pattern
 
-    def other_load(case: Case) -> bool:
+    def other(case: Case) -> bool:
         covered = _is_wide(case) and case.pattern is not Pattern.SCATTERED
         return case.direction is Direction.LOAD and case.policy == "auto" and not covered
-
-    def direct(direction: Direction) -> Callable[[Case], bool]:
-        return lambda case: (
-            case.direction is direction
-            and case.policy == "direct"
-            and case.block_quota == MOST_CTAS
-            and not case.layer_by_layer
-        )
 
     def first_layer(case: Case, measurement: Measurement) -> float:
         return measurement.first_layer_share * case.shape.layers
 
-    run, runs, scattered = Pattern.RUN, Pattern.RUNS_OF_16, Pattern.SCATTERED
-    full = [] if report.full_staging is None else [report.full_staging]
+    run, runs = wide(Pattern.RUN), wide(Pattern.RUNS_OF_16)
+    name = "staged load-back, wide shares"
+    yield _target(f"{name}, run: bandwidth", 0.97, _figures(cases, run, _ratio))
+    yield _target(f"{name}, runs of 16: bandwidth", 0.90, _figures(cases, runs, _ratio))
+    first = _figures(cases, run, first_layer)
+    yield _target(f"{name}, run: first layer, of the time of one", 1.5, first, at_least=False)
+    busy = _figures(cases, run, _submit_milliseconds)
+    yield _target(f"{name}, run: caller busy, ms", 1.0, busy, at_least=False)
+    busy = _figures(cases, runs, _submit_milliseconds)
+    yield _target(f"{name}, runs of 16: caller busy, ms", 3.0, busy, at_least=False)
+    rest = _figures(cases, other, _ratio)
+    yield _target("auto load-back, everything else, layer by layer: bandwidth", 0.88, rest)
+
+
+def _overlap_targets(report: Report) -> Iterator[Target]:
+    both = [] if report.duplex is None else [(report.duplex.ratio, "both directions")]
+    yield _target("both directions at once, staged, runs: of two plain copies", 0.95, both)
     staged = [d for d in report.disturbances if d.policy == "staged"]
-    return (
-        _target("staged write-back, runs: bandwidth", 0.98, _figures(cases, write_back("staged", run), _ratio)),
-        _target(
-            "staged write-back, runs: caller busy, ms",
-            0.5,
-            _figures(cases, write_back("staged", run), _submit_milliseconds),
-            at_least=False,
-        ),
-        _target(
-            "staged write-back, scattered pages from 1 MB: bandwidth",
-            0.92,
-            _figures(cases, write_back("staged", scattered, MIB), _ratio),
-        ),
-        _target(
-            "staged write-back, scattered pages from 1 MB: caller busy, ms",
-            2.0,
-            _figures(cases, write_back("staged", scattered, MIB), _submit_milliseconds),
-            at_least=False,
-        ),
-        _target(
-            "auto write-back, scattered pages of 20 to 1000 KB: bandwidth",
-            0.92,
-            _figures(cases, write_back("auto", scattered, 20_000, MIB), _ratio),
-        ),
-        _target(
-            "device slots released, staging as large as the operation: share of the time",
-            0.05,
-            _figures(full, lambda _: True, lambda _, measurement: measurement.release_share),
-            at_least=False,
-        ),
-        _target("direct D2H, at most 8 CTAs: bandwidth", 0.93, _figures(cases, direct(Direction.WRITE_BACK), _ratio)),
-        _target("direct H2D, at most 8 CTAs: bandwidth", 0.91, _figures(cases, direct(Direction.LOAD), _ratio)),
-        _target("staged load-back, wide shares, run: bandwidth", 0.97, _figures(cases, wide_load(run), _ratio)),
-        _target("staged load-back, wide shares, runs of 16: bandwidth", 0.90, _figures(cases, wide_load(runs), _ratio)),
-        _target(
-            "staged load-back, wide shares, run: first layer, of the time of one",
-            1.5,
-            _figures(cases, wide_load(run), first_layer),
-            at_least=False,
-        ),
-        _target(
-            "staged load-back, wide shares, run: caller busy, ms",
-            1.0,
-            _figures(cases, wide_load(run), _submit_milliseconds),
-            at_least=False,
-        ),
-        _target(
-            "staged load-back, wide shares, runs of 16: caller busy, ms",
-            3.0,
-            _figures(cases, wide_load(runs), _submit_milliseconds),
-            at_least=False,
-        ),
-        _target(
-            "auto load-back, everything else, layer by layer: bandwidth", 0.88, _figures(cases, other_load, _ratio)
-        ),
-        _target(
-            "both directions at once, staged, runs: of two plain copies",
-            0.95,
-            [] if report.duplex is None else [(report.duplex.ratio, "both directions")],
-        ),
-        _target(
-            "graph beside a staged transfer: of its time alone",
-            1.03,
-            [(d.slowdown, f"{d.workload}, {d.direction.value}") for d in staged],
-            at_least=False,
-        ),
-        auto_target(cases),
-        _target(
-            "warm load of a module, s",
-            0.5,
-            [(m["seconds"], name) for name, m in report.modules.items() if m["origin"] in ("cache", "prebuilt")],
-            at_least=False,
-        ),
-        _target(
-            f"cold build of both modules on {BUILD_CORES} cores, s",
-            60.0,
-            [] if report.cold_build_seconds is None else [(report.cold_build_seconds, "one behind the other")],
-            at_least=False,
-        ),
-    )
+    slowdowns = [(d.slowdown, f"{d.workload}, {d.direction.value}") for d in staged]
+    yield _target("graph next to a staged transfer: of its time alone", 1.03, slowdowns, at_least=False)
+
+
+def _build_targets(report: Report) -> Iterator[Target]:
+    loads = [(m["seconds"], name) for name, m in report.modules.items() if m["origin"] in ("cache", "prebuilt")]
+    yield _target("warm load of a module, s", 0.5, loads, at_least=False)
+    builds = [] if report.cold_build_seconds is None else [(report.cold_build_seconds, "one after the other")]
+    yield _target(f"cold build of both modules on {BUILD_CORES} cores, s", 60.0, builds, at_least=False)
 
 
 def _is_wide(case: Case) -> bool:

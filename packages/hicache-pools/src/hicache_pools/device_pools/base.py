@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 
@@ -10,6 +11,12 @@ from hicache_kernels.checks import check_tensor
 from hicache_kernels.validation import whole
 
 from .components import DeviceComponent
+
+
+class DevicePoolOptions(TypedDict, total=False):
+    """Keyword arguments that every device pool takes beyond its shape; :class:`DevicePool` says what they mean."""
+
+    index_translation: torch.Tensor | None
 
 
 class DevicePool:
@@ -84,7 +91,7 @@ class DevicePool:
                     raise ValueError(f"{component.name} has {what} {value}; {first.name} has {wanted}: they must agree")
             if page_size % component.slots_per_row:
                 raise ValueError(
-                    f"page_size is {page_size}; a row of {component.name} stands for {component.slots_per_row} slots, "
+                    f"page_size is {page_size}; a row of {component.name} covers {component.slots_per_row} slots, "
                     "so the page size must be a multiple of that"
                 )
         if index_translation is not None:

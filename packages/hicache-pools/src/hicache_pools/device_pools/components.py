@@ -43,7 +43,7 @@ class DeviceComponent:
     element_shape, dtype
         Shape and type of what one layer keeps for one row number.
     slots_per_row
-        Token slots a row stands for: 1, the page size of a page-granular buffer, or a compression ratio.
+        Token slots that a row covers: 1, the page size of a page-granular buffer, or a compression ratio.
     """
 
     name: str
@@ -61,7 +61,7 @@ class DeviceComponent:
 
     @property
     def slots(self) -> int:
-        """Token slots the rows stand for."""
+        """Token slots that the rows cover."""
         return self.rows.slots * self.slots_per_row
 
     @property
@@ -101,7 +101,7 @@ def component_from_tensors(
     form
         Order of the dimensions.
     slots_per_row
-        Token slots a row stands for.
+        Token slots that a row covers.
 
     Raises
     ------

@@ -15,7 +15,7 @@ from .components import BufferForm, component_from_tensors, left_out
 class DeepSeekV4PagedPool(DevicePool):
     """Compressed rows of the layers that share a compression ratio, and their indexer's rows if there are any.
 
-    Slots are token slots, as in the pool that anchors the model; a row stands for ``compression_ratio`` of them.
+    Slots are token slots, as in the pool that anchors the model; a row covers ``compression_ratio`` of them.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class DeepSeekV4PagedPool(DevicePool):
         page_size
             Token slots a page, a multiple of ``slots_per_row``.
         slots_per_row
-            Token slots a row stands for: by default ``compression_ratio``, a row an entry; ``page_size`` where a row
+            Token slots that a row covers: by default ``compression_ratio``, a row an entry; ``page_size`` where a row
             is a whole page with padding.
         index_translation
             See :class:`DevicePool`.

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
 from hicache_kernels.validation import whole
 
+from .base import DevicePoolOptions
 from .components import BufferForm, DeviceComponent, component_from_tensors
 from .mla import MLATokenToKVPool, latent_component
+
+
+class DSATokenToKVPoolOptions(DevicePoolOptions, total=False):
+    """Keyword arguments of :class:`DSATokenToKVPool` beyond its shape."""
+
+    quant_block_size: int
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
@@ -31,7 +39,7 @@ class DSATokenToKVPool(MLATokenToKVPool):
     index_head_dim
         Bytes of an index key (one a value).
     quant_block_size
-        Values that share a float32 scale.
+        Values that share a float32 scale; 128 by default.
     index_translation
         See :class:`DevicePool`.
 
@@ -42,7 +50,7 @@ class DSATokenToKVPool(MLATokenToKVPool):
     index_k_with_scale_buffer
         Index keys and scales, one tensor a layer.
     index_page_size
-        Slots a row of it stands for.
+        Slots that a row of it covers.
     """
 
     def __init__(
@@ -56,9 +64,12 @@ class DSATokenToKVPool(MLATokenToKVPool):
         device: torch.device | str = "cpu",
         *,
         index_head_dim: int,
-        quant_block_size: int = 128,
-        index_translation: torch.Tensor | None = None,
+        **options: Unpack[DSATokenToKVPoolOptions],
     ) -> None:
+        unknown = options.keys() - DSATokenToKVPoolOptions.__optional_keys__
+        if unknown:
+            raise TypeError(f"{sorted(unknown)} are no keyword arguments of {type(self).__name__}")
+        quant_block_size = options.get("quant_block_size", 128)
         for name, value in (
             ("size", size),
             ("page_size", page_size),
@@ -79,7 +90,7 @@ class DSATokenToKVPool(MLATokenToKVPool):
         index_shape = (size // page_size, page_size * (index_head_dim + index_head_dim // quant_block_size * 4))
         kv = [torch.zeros(kv_shape, dtype=dtype, device=device) for _ in range(layer_num)]
         index_k = [torch.zeros(index_shape, dtype=torch.uint8, device=device) for _ in range(layer_num)]
-        self._describe_sparse(kv, index_k, page_size, page_size, index_translation)
+        self._describe_sparse(kv, index_k, page_size, page_size, options.get("index_translation"))
 
     @classmethod
     def from_buffers(  # type: ignore[override]  # it needs the index keys as well
@@ -98,11 +109,11 @@ class DSATokenToKVPool(MLATokenToKVPool):
         kv
             As in :meth:`MLATokenToKVPool.from_buffers`.
         index_k
-            One tensor a layer, ``[pages, ...]`` of any dtype: what is behind dim 0 is a row.
+            One tensor a layer, ``[pages, ...]`` of any dtype: what comes after dim 0 is a row.
         page_size
             Slots a page.
         index_page_size
-            Slots a row of ``index_k`` stands for; by default ``page_size``.
+            Slots that a row of ``index_k`` covers; by default ``page_size``.
         index_translation
             See :class:`DevicePool`.
         """

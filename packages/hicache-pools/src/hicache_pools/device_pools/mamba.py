@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Unpack
 
 import torch
 
 from hicache_kernels.validation import whole
 
-from .base import DevicePool
+from .base import DevicePool, DevicePoolOptions
 from .components import BufferForm, DeviceComponent, component_from_tensors, left_out
 
 Layers = Sequence[torch.Tensor]
@@ -32,7 +33,7 @@ class MambaPool(DevicePool):
     device
         Where to allocate.
     side
-        Shape and dtype of further states, by name.
+        Shape and dtype of more states, by name.
     index_translation
         See :class:`DevicePool`.
 
@@ -57,7 +58,7 @@ class MambaPool(DevicePool):
         device: torch.device | str = "cpu",
         *,
         side: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
-        index_translation: torch.Tensor | None = None,
+        **options: Unpack[DevicePoolOptions],
     ) -> None:
         for name, value in (("size", size), ("layer_num", layer_num)):
             whole(name, value)
@@ -75,7 +76,7 @@ class MambaPool(DevicePool):
             [allocate(shape, conv_dtype) for shape in conv_shapes],
             allocate(temporal_shape, temporal_dtype),
             {name: allocate(shape, dtype) for name, (shape, dtype) in (side or {}).items()},
-            index_translation,
+            **options,
         )
 
     @classmethod
@@ -120,7 +121,7 @@ class MambaPool(DevicePool):
         conv: Sequence[Layers],
         temporal: Layers,
         side: Mapping[str, Layers],
-        index_translation: torch.Tensor | None,
+        index_translation: torch.Tensor | None = None,
     ) -> None:
         components = [_state(f"conv[{i}]", layers) for i, layers in enumerate(conv)]
         components += [] if left_out(temporal) else [_state("temporal", temporal)]
@@ -136,7 +137,7 @@ def _state(name: str, layers: Layers) -> DeviceComponent:
 
 
 def _families(name: str, layers: Layers | Sequence[Layers]) -> list[Layers]:
-    """Tell one family (one tensor a layer) from a sequence of families."""
+    """Return whether layers are one family (one tensor a layer), not a sequence of families."""
     if isinstance(layers, torch.Tensor):
         raise TypeError(f"{name} is one tensor; pass a sequence with one tensor a layer, such as {name}.unbind(0)")
     if not isinstance(layers, Iterable) or isinstance(layers, Iterator):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
 from hicache_kernels.validation import one_of, whole
 
-from .base import DevicePool
+from .base import DevicePool, DevicePoolOptions
 from .components import BufferForm, checked_layers, component_from_tensors
 
 
@@ -51,7 +52,7 @@ class MHATokenToKVPool(DevicePool):
         device: torch.device | str = "cpu",
         *,
         v_head_dim: int | None = None,
-        index_translation: torch.Tensor | None = None,
+        **options: Unpack[DevicePoolOptions],
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         for name, value in (
@@ -67,7 +68,7 @@ class MHATokenToKVPool(DevicePool):
             [torch.zeros((size, head_num, dim), dtype=dtype, device=device) for _ in range(layer_num)]
             for dim in (head_dim, v_head_dim)
         )
-        self._describe_keys_and_values(k, v, BufferForm.SLOT_MAJOR, page_size, index_translation)
+        self._describe_keys_and_values(k, v, BufferForm.SLOT_MAJOR, page_size, **options)
 
     @classmethod
     def from_buffers(
@@ -103,7 +104,7 @@ class MHATokenToKVPool(DevicePool):
         form = None if form is None else one_of("form", form, BufferForm)
         if kv is not None:
             if k is not None or v is not None:
-                raise ValueError("kv is given beside k or v; pass either kv, or both k and v")
+                raise ValueError("kv is given together with k or v; pass either kv, or both k and v")
             k, v, joint_form = _split_keys_and_values(kv, form)
             if form is not None and form is not joint_form:
                 raise ValueError(f"form is {form.value!r}; kv of shape {tuple(kv[0].shape)} is {joint_form.value}")
@@ -120,7 +121,7 @@ class MHATokenToKVPool(DevicePool):
         v: Sequence[torch.Tensor],
         form: BufferForm | None,
         page_size: int,
-        index_translation: torch.Tensor | None,
+        index_translation: torch.Tensor | None = None,
     ) -> None:
         components = []
         for name, tensors in (("k", k), ("v", v)):

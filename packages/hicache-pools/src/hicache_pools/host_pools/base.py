@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import ClassVar, Literal, TypeAlias, TypedDict
+from typing import ClassVar, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -32,20 +31,20 @@ from ..memory_budget import HostMemoryBudget
 from ..packed_draft import append_draft_layers, check_draft, unwrap_draft_pool
 from ..simulation import ReferenceTransfer, simulation_is_active
 from .geometry import PagePart, page_count, page_parts, pool_geometry, typed_view
-from .indices import IndexRows, Rows
+from .indices import IndexRows, RowNumbers
 from .memory_options import HostMemoryOptions, allocate_pool_buffer
+from .settings import HostPoolOptions, HostPoolSettings
 from .staging import pool_staging
 from .transfer_gate import TransferGate
 
 logger = logging.getLogger(__name__)
 
-IoBackend: TypeAlias = Literal["kernel", "direct"]
-
-TRANSFER_POLICIES = (TransferPolicy.AUTO, TransferPolicy.STAGED, TransferPolicy.DIRECT)
 IO_BACKENDS = ("kernel", "direct")
 
 
-class _Options(TypedDict):
+class _Terms(NamedTuple):
+    """What one transfer may do."""
+
     policy: TransferPolicy
     block_quota: int | None
 
@@ -131,15 +130,11 @@ class HostPool:
         pin_memory: bool = True,
         device: str = "cpu",
         allocator_type: str = "default",
-        transfer_policy: TransferPolicy | str = TransferPolicy.AUTO,
-        *,
-        pages: int | None = None,
-        packed_draft_device_pools: Sequence[object] = (),
-        memory_options: HostMemoryOptions | None = None,
-        staging_ring: StagingRing | None = None,
+        **options: Unpack[HostPoolOptions],
     ) -> None:
+        settings = HostPoolSettings(**options)
         self._check_devices(device_pool, device)
-        self._policy = one_of("transfer_policy", transfer_policy, TRANSFER_POLICIES)
+        self._policy = settings.policy
         self.layout = one_of("layout", layout, self.layouts)
         for name, size in (("host_to_device_ratio", host_to_device_ratio), ("host_size", host_size)):
             finite(name, size)
@@ -148,43 +143,44 @@ class HostPool:
             raise ValueError(f"page_size is {page_size}; {type(self).__name__} has pages of {self.fixed_page_size}")
 
         self.device_pool = device_pool
-        if not isinstance(packed_draft_device_pools, Sequence):
-            raise TypeError(
-                f"packed_draft_device_pools is a {type(packed_draft_device_pools).__name__}; it must be a sequence of "
-                "device pools"
-            )
-        self._wrapped_drafts = tuple(packed_draft_device_pools)
+        self._wrapped_drafts = tuple(settings.packed_draft_device_pools)
         self.packed_draft_device_pools = tuple(unwrap_draft_pool(draft) for draft in self._wrapped_drafts)
         self._components = self._components_with_drafts()
         components = tuple(self._components.values())
         self.dtype = device_pool.dtype
         self.geometry = pool_geometry(components, self.layout, page_size, components[0].layers)
+        pages = settings.pages
         if pages is None:
             pages = page_count(device_pool, self.geometry, host_to_device_ratio, host_size)
         pages = whole("pages", pages, most=MAX_PAGES)
-        options = memory_options or HostMemoryOptions()
+        memory = settings.memory_options or HostMemoryOptions()
         # Before the slots, whose bookkeeping grows with the pages.
-        (options.budget or HostMemoryBudget()).check(pages * self.geometry.page_bytes)
+        (memory.budget or HostMemoryBudget()).check(pages * self.geometry.page_bytes)
         self._set_up_slots(pages)
+        self._allocate(pin_memory, allocator_type, memory, settings.staging_ring)
+
+    def _allocate(
+        self, pin_memory: bool, allocator_type: str, memory: HostMemoryOptions, staging_ring: StagingRing | None
+    ) -> None:
+        """Make the buffer and the transfer over it; no buffer is left where that fails."""
+        rows_per_page = self.geometry.rows_per_page
         self._strides = host_strides(
             self.layout,
             self.geometry.element_bytes,
             layers=self.geometry.layers,
-            pages=pages,
-            page_size=self.geometry.rows_per_page,
+            pages=self.page_num,
+            page_size=rows_per_page,
         )
         self._host_buffer: HostBuffer | None = allocate_pool_buffer(
             self.geometry,
-            pages,
+            self.page_num,
             pin=pin_memory,
             allocator_type=allocator_type,
-            device=device_pool.device,
-            options=options,
+            device=self.device_pool.device,
+            options=memory,
             drain=self._gate.drain,
         )
-        self._index_rows = IndexRows(
-            device_pool, size=self.size, slots_per_row=page_size // self.geometry.rows_per_page
-        )
+        self._index_rows = IndexRows(self.device_pool, size=self.size, slots_per_row=self.page_size // rows_per_page)
         try:
             self._transfer: PlaneTransfer | None = self._make_transfer(self._host_buffer, staging_ring)
             self._init_write_back_staging_buffers()
@@ -259,7 +255,7 @@ class HostPool:
         return self.allocator.free_pages(pages)
 
     def owned_pages(self, indices: torch.Tensor) -> npt.NDArray[np.int64]:
-        """Return the pages of slots; ValueError unless they are whole pages, each once, that somebody owns."""
+        """Return the pages of slots; ValueError unless they are whole pages, each once, that are owned."""
         return self.allocator.owned_pages(indices)
 
     def available_size(self) -> int:
@@ -312,10 +308,11 @@ class HostPool:
             The path, the reason, and the two events: device rows read, host bytes there.
         """
         self._check_owner(device_pool)
-        options = self._options(io_backend, block_quota)
-        with self._gate.transfer():
+        policy, quota = self._terms(io_backend, block_quota)
+        with self._gate:
             rows = self._rows(host_indices, device_indices)
-            return self._gate.track(self.transfer.write_back(rows.host, rows.device, **options))
+            result = self.transfer.write_back(rows.host, rows.device, policy=policy, block_quota=quota)
+            return self._gate.track(result)
 
     def load_to_device_per_layer(
         self,
@@ -344,10 +341,11 @@ class HostPool:
             Whether the layer is a packed draft's.
         """
         layer = self._draft_layer(device_pool, layer_id) if is_draft else self._owner_layer(device_pool, layer_id)
-        options = self._options(io_backend, block_quota)
-        with self._gate.transfer():
+        policy, quota = self._terms(io_backend, block_quota)
+        with self._gate:
             rows = self._rows(host_indices, device_indices)
-            return self._gate.track(self.transfer.load(rows.host, rows.device, layer=layer, **options))
+            result = self.transfer.load(rows.host, rows.device, layer=layer, policy=policy, block_quota=quota)
+            return self._gate.track(result)
 
     def load_to_device_all_layer(
         self,
@@ -365,10 +363,13 @@ class HostPool:
         parameters are those of :meth:`backup_from_device_all_layer`.
         """
         self._check_owner(device_pool)
-        options = self._options(io_backend, block_quota)
-        with self._gate.transfer():
+        policy, quota = self._terms(io_backend, block_quota)
+        with self._gate:
             rows = self._rows(host_indices, device_indices)
-            return self._gate.track(self.transfer.load(rows.host, rows.device, layer_events=layer_events, **options))
+            result = self.transfer.load(
+                rows.host, rows.device, layer_events=layer_events, policy=policy, block_quota=quota
+            )
+            return self._gate.track(result)
 
     def capabilities(self) -> Capabilities:
         """Return the paths one long run of pages takes, what is available, and why not more."""
@@ -378,6 +379,7 @@ class HostPool:
     def _init_write_back_staging_buffers(self) -> None:
         """Take what the device's staging ring offers this pool, and set the flags to what there is."""
         self._staging = pool_staging(self.transfer, self._policy)
+        self._usual_terms = _Terms(self._staging.policy, None)
         self.staging_page_capacity = self._staging.pages
         self.staging_token_capacity = self._staging.pages * self.page_size
         self.can_use_jit = self._staging.capabilities.direct
@@ -385,17 +387,19 @@ class HostPool:
         if not (self.can_use_jit and self.can_use_write_back_jit):
             logger.info("%s: %s", type(self).__name__, self._staging.capabilities.reason)
 
-    def _rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> Rows:
+    def _rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> RowNumbers:
         for component in self._components.values():
             component.check_in_place()
         return self._index_rows.rows(host_indices, device_indices)
 
-    def _options(self, io_backend: str, block_quota: int | None) -> _Options:
+    def _terms(self, io_backend: str, block_quota: int | None) -> _Terms:
+        if io_backend == "kernel" and block_quota is None:
+            return self._usual_terms
         quota = None if block_quota is None else whole("block_quota", block_quota, least=0)
         if one_of("io_backend", io_backend, IO_BACKENDS) == "direct" or quota == 0:
             # A quota of no blocks leaves the planner the copy engines alone.
-            return {"policy": self._staging.copies_policy, "block_quota": 0}
-        return {"policy": self._staging.policy, "block_quota": quota}
+            return _Terms(self._staging.copies_policy, 0)
+        return _Terms(self._staging.policy, quota)
 
     def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:
@@ -428,7 +432,7 @@ class HostPool:
 
     @property
     def host_buffer(self) -> HostBuffer:
-        """The memory behind ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
+        """The memory of ``buffer``: whether it is pinned, its NUMA node, its name where it is shared."""
         host_buffer = self._host_buffer
         self._gate.check_open()
         if host_buffer is None:

@@ -13,9 +13,9 @@ from .base import HostPool
 class DSAIndexerPoolHost(HostPool):
     """Host pages of the index keys and scales of a :class:`DSATokenToKVPool`; parameters as in :class:`HostPool`.
 
-    It is used beside the :class:`MLATokenToKVPoolHost` of the same device pool, with the same slots and pages. A page
+    Its partner is the :class:`MLATokenToKVPoolHost` of the same device pool, with the same slots and pages. A page
     has ``page_size / index_page_size`` rows. Shapes of the view, in the type of the device buffer, ``row`` being the
-    shape behind its dim 0: ``layer_first`` ``[layers, rows, *row]``, ``page_first`` ``[rows, layers, *row]``,
+    shape after its dim 0: ``layer_first`` ``[layers, rows, *row]``, ``page_first`` ``[rows, layers, *row]``,
     ``page_first_direct`` ``[pages, layers, rows a page, *row]``.
     """
 

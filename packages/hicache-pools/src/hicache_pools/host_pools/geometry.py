@@ -54,7 +54,7 @@ class PoolGeometry:
     page_size
         Token slots a page.
     rows_per_page
-        Rows a page has in each layer: ``page_size``, or less where a row stands for several slots.
+        Rows a page has in each layer: ``page_size``, or less where a row covers several slots.
     layers
         Layers, those of packed drafts included.
     components

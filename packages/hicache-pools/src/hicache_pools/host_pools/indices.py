@@ -13,8 +13,8 @@ from hicache_kernels.checks import check_tensor
 from ..device_pools import DevicePool
 
 
-class Rows(NamedTuple):
-    """Row numbers for :class:`hicache_kernels.PlaneTransfer`: host rows on CPU, device rows on CPU or the device."""
+class RowNumbers(NamedTuple):
+    """What :class:`hicache_kernels.PlaneTransfer` takes: host rows on CPU, device rows on CPU or the device."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -26,7 +26,7 @@ class _Answer(NamedTuple):
     tensors: tuple[weakref.ref[torch.Tensor], ...]
     versions: tuple[int, ...]
     stream: object
-    rows: Rows
+    rows: RowNumbers
 
     def answers(self, tensors: Sequence[torch.Tensor], stream: object) -> bool:
         """Whether the tensors are the same objects and unchanged."""
@@ -57,7 +57,7 @@ class IndexRows:
         self._slots_per_row = slots_per_row
         self._last: _Answer | None = None
 
-    def rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> Rows:
+    def rows(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> RowNumbers:
         """Return the rows of both sides.
 
         Parameters
@@ -71,6 +71,9 @@ class IndexRows:
         TypeError, ValueError, IndexError
             Naming the argument. Indices on a device other than CPU are not read.
         """
+        translated = self._slots_per_row > 1 or self._pool.index_translation is not None
+        if not translated and _ready(host_indices) and _ready(device_indices, self._device):
+            return RowNumbers(host_indices, device_indices)
         tensors = (host_indices, device_indices)
         stream = current_stream(self._device)
         last = self._last
@@ -78,16 +81,13 @@ class IndexRows:
             return last.rows
         for name, indices in zip(("host_indices", "device_indices"), tensors, strict=True):
             _check_form(name, indices, self._device)
+        rows = RowNumbers(
+            self._one_a_row("host_indices", _on_cpu(host_indices), self._size),
+            self._one_a_row("device_indices", *self._slots(device_indices)),
+        )
         # A table is there to be changed, also by kernels, where torch does not see it; a tensor made in inference mode
-        # has no version to tell by. Transfers go by versions too, so they are given tensors that have one.
-        keep = self._pool.index_translation is None and not any(indices.is_inference() for indices in tensors)
-        with torch.inference_mode(False):
-            host, device = (indices.clone() if indices.is_inference() else indices for indices in tensors)
-            rows = Rows(
-                self._one_a_row("host_indices", _on_cpu(host), self._size),
-                self._one_a_row("device_indices", *self._slots(device)),
-            )
-        if keep:
+        # has no version that shows a change.
+        if self._pool.index_translation is None and not any(indices.is_inference() for indices in tensors):
             versions = tuple(indices._version for indices in tensors)
             self._last = _Answer(tuple(weakref.ref(indices) for indices in tensors), versions, stream, rows)
         return rows
@@ -125,6 +125,13 @@ class IndexRows:
                     f"not one row: its {slots} slots must be neighbours, the first a multiple of {slots}"
                 )
         return indices[::slots] // slots
+
+
+def _ready(indices: torch.Tensor, device: torch.device | None = None) -> bool:
+    """Whether the kernels can take indices as they are: dense, on the CPU or ``device``. They check all else."""
+    if type(indices) is not torch.Tensor or indices.layout is not torch.strided:
+        return False
+    return (indices.is_cpu or (indices.is_cuda and indices.device == device)) and indices.is_contiguous()
 
 
 def _on_cpu(indices: torch.Tensor) -> torch.Tensor:

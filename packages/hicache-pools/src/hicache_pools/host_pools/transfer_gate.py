@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from hicache_kernels import TransferResult
 
+POLL_SECONDS = 0.0005
+"""How often draining looks whether the calls under way have returned; they only queue work."""
+
 
 class TransferGate:
-    """Calls under way and results not yet done of one pool.
+    """Calls under way and results not yet done of one pool; ``with gate:`` holds the pool open for one call.
+
+    It has no lock, so a call costs little, and a forked child finds none that a thread of its parent holds. Appending
+    to a deque and popping from it are atomic. A call counts itself before it looks whether the gate is closed, and
+    draining closes the gate before it looks for calls: one of the two sees the other.
 
     Parameters
     ----------
@@ -21,9 +26,8 @@ class TransferGate:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
-        self._calls = 0
         self._closed = False
+        self._calls: deque[None] = deque()  # one entry a call under way
         self._results: deque[TransferResult] = deque()
 
     @property
@@ -36,47 +40,46 @@ class TransferGate:
         if self._closed:
             raise RuntimeError(f"this {self._name} has been destroyed; make a new one")
 
-    @contextmanager
-    def transfer(self) -> Iterator[None]:
-        """Hold the pool open while a transfer is queued."""
-        with self._changed:
+    def __enter__(self) -> None:
+        self._calls.append(None)
+        if self._closed:
+            self._calls.pop()
             self.check_open()
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls -= 1
-                self._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.pop()
 
     def track(self, result: TransferResult) -> TransferResult:
-        """Remember a result until its events are done; call it inside :meth:`transfer`."""
-        if result.device_released is not None or result.host_ready is not None:
-            with self._changed:
-                self._forget_done()
-                self._results.append(result)
+        """Remember a result until its events are done; call it inside ``with gate:``, which draining waits for."""
+        if result.device_released is None and result.host_ready is None:
+            return result
+        results = self._results
+        while results:
+            try:
+                oldest = results.popleft()
+            except IndexError:  # another thread looks at it
+                break
+            # Out of the deque while its events are asked, or two threads that find it done would drop the next as well.
+            if not _done(oldest):
+                results.appendleft(oldest)
+                break
+        results.append(result)
         return result
 
     def close(self) -> None:
-        """Refuse further transfers. Takes no lock: in a forked child, a thread that is gone may hold it."""
+        """Refuse new transfers."""
         self._closed = True
 
     def drain(self) -> None:
-        """Refuse further transfers, and wait for the calls under way and the results in flight."""
+        """Refuse new transfers, and wait for the calls under way and the results in flight."""
         self.close()
-        with self._changed:
-            self._changed.wait_for(lambda: self._calls == 0)
-            results = list(self._results)
-        for result in results:
+        while self._calls:
+            time.sleep(POLL_SECONDS)
+        for result in tuple(self._results):
             for event in (result.device_released, result.host_ready):
                 if event is not None:
                     event.synchronize()
-        with self._changed:
-            self._forget_done()
-
-    def _forget_done(self) -> None:
-        while self._results and _done(self._results[0]):
-            self._results.popleft()
+        self._results.clear()
 
 
 def _done(result: TransferResult) -> bool:

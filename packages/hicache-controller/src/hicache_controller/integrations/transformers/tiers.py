@@ -24,8 +24,8 @@ from hicache_pools import (
 )
 
 from ...hybrid import HybridCacheController, SidecarPoolSpec
-from ...storage_link import StorageSettings
-from ...storage_worker import PrefetchPolicy
+from ...policies import PrefetchPolicy
+from ...storage_settings import StorageSettings
 from ...tree import UnifiedRadixCache, WindowComponent
 from .model_layout import AttentionShape, ModelLayout, StatesShape
 

@@ -1,4 +1,4 @@
-// A checksum of 128 bits whose functions somebody else has compiled: they come as addresses.
+// A checksum of 128 bits whose functions come compiled from elsewhere: they come as addresses.
 #pragma once
 
 #include <cstddef>

@@ -61,7 +61,7 @@ inline ChecksumFunctions checksum_functions(const int64_t* addresses) {
 }
 
 // paths: one a file, each ended by a zero. pieces: int64 [pieces, 3] in CPU memory: file (in rising order), address and
-// bytes of the places that its bytes go to, one behind the other. checksum: int64 [5] in CPU memory, addresses of
+// bytes of the places that its bytes go to, one after the other. checksum: int64 [5] in CPU memory, addresses of
 // functions, or zeros; `unchecked` bytes at the end of each file are not summed up. found: int64 [files, 8] in CPU memory,
 // written to: errno or 0, bytes read, mode, owner, size, time of the last change in ns, lower and higher half of the sum.
 inline void read_files_entry(const tvm::ffi::Bytes& paths, tvm::ffi::TensorView pieces, tvm::ffi::TensorView checksum,

@@ -51,7 +51,7 @@ class FileReader {
     FoundFile found{};
     int descriptor;
     do {
-      // Not blocking: of what is no regular file, a pipe would hold the call until somebody writes.
+      // Not blocking: of what is no regular file, a pipe would hold the call until something is written.
       descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     } while (descriptor < 0 && errno == EINTR);
     if (descriptor < 0) {

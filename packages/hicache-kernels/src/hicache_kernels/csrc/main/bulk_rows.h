@@ -21,7 +21,7 @@ struct BulkLaunch {
   uint32_t lanes;   // rows of a stage
   uint32_t stages;  // of shared memory, at least 3
   uint32_t layers;
-  uint32_t* done;  // per layer, the warps that have finished it; null where nobody asks
+  uint32_t* done;  // per layer, the warps that have finished it; null where it is not wanted
   const void* source_indices;
   const void* destination_indices;
 };

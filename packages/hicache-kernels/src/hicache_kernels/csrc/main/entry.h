@@ -55,7 +55,7 @@ inline void move_rows_entry(tvm::ffi::TensorView groups, tvm::ffi::TensorView so
 }
 
 // The move of several layers in order, one kernel for all: events tell of each layer without a launch a layer.
-// groups describe the first layer; every layer is `rows` entries further on in both tables. done: int32 [layers] on the
+// groups describe the first layer; every layer is `rows` entries later in both tables. done: int32 [layers] on the
 // device, written to. events: int64 [layers], recorded on side_stream once a layer's rows are filled. Returns 1, or 0,
 // with no row moved, where the move takes more than one launch or this runtime cannot wait for a kernel's counts.
 inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, tvm::ffi::TensorView source_indices,
@@ -75,7 +75,7 @@ inline int64_t move_layers_entry([[maybe_unused]] tvm::ffi::TensorView groups, t
   const Indices source(source_indices), destination(destination_indices);
   const gpuStream_t queue = reinterpret_cast<gpuStream_t>(stream), side = reinterpret_cast<gpuStream_t>(side_stream);
   check_gpu(gpuMemsetAsync(counts, 0, static_cast<size_t>(layers.value) * sizeof(uint32_t), queue), "clearing counts");
-  // The first event is free until the first layer is there: behind it the side stream sees zeros, and nothing older.
+  // The first event is free until the first layer is there: after it the side stream sees zeros, and nothing older.
   const gpuEvent_t cleared = reinterpret_cast<gpuEvent_t>(int64_data(events)[0]);
   check_gpu(gpuEventRecord(cleared, queue), "recording an event");
   check_gpu(gpuStreamWaitEvent(side, cleared), "waiting for zeros");

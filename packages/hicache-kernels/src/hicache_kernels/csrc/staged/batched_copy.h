@@ -1,5 +1,5 @@
 // Queues the copies of a chunk: plain ones in one call where the runtime has such a call, one by one elsewhere. Pitched
-// copies go one by one: batches of them (cuMemcpy3DBatchAsync) and a second stream beside were measured to be no faster.
+// copies go one by one: batches of them (cuMemcpy3DBatchAsync) and a second stream were measured to be no faster.
 #pragma once
 
 #include <hicache/device.h>

@@ -41,7 +41,7 @@ struct Piece {
   int64_t width;
   int64_t staging;        // offset in a staging buffer
   int64_t staging_page;   // stride of pages in staging memory
-  Axis axes[2];           // further axes; count 1 where there is none
+  Axis axes[2];           // more axes; count 1 where there is none
 };
 
 // Largest pitch of a 2-D copy that the runtimes accept.
@@ -82,7 +82,7 @@ inline void simplify(Lattice& lattice) {
   }
 }
 
-// Appends the copies of a lattice. `boundaries` are host addresses, ascending, that no copy may span. What lies behind a
+// Appends the copies of a lattice. `boundaries` are host addresses, ascending, that no copy may span. What lies after a
 // boundary is the next turn of the loop, not a deeper call: a long run may meet any number of them.
 inline void append_copies(Lattice lattice, const int64_t* boundaries, int64_t boundary_count, std::vector<Copy>& copies) {
   for (;;) {

@@ -100,7 +100,7 @@ inline int64_t write_back_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVie
 
 // Either direction without staging, layers [first_layer, end_layer) in order, or -1 with nothing queued where the copies
 // would not be at least least_bytes long on average and least_width wide. lines: int64 [layers * lines a layer, 6], the
-// fields of RowLine. slots: device slots in CPU memory. fence: an event that holds the copies behind the caller's stream.
+// fields of RowLine. slots: device slots in CPU memory. fence: an event that makes the copies wait for the caller's stream.
 // layer_events: int64 [layers or 0], recorded on the copy stream after each layer. Returns the number of copies.
 inline int64_t copy_runs_entry(tvm::ffi::TensorView lines, tvm::ffi::TensorView pages, tvm::ffi::TensorView slots,
                                tvm::ffi::TensorView boundaries, int64_t page_size, int64_t lines_per_layer,
@@ -176,7 +176,7 @@ inline int64_t plan_copies_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorVi
 
 // Host pages to device rows, layers [first_layer, end_layer) in order, layers_each at a time: pieces and groups are those
 // of the first layers_each layers, and the groups' source is staging memory. events: int64 [layers / layers_each or 0],
-// recorded on the caller's stream behind the rows of each layers_each layers. fence: an event that holds the copies behind
+// recorded on the caller's stream after the rows of each layers_each layers. fence: an event that makes the copies wait for
 // the caller's stream; 0 where they need not wait. Returns the number of copies.
 inline int64_t load_entry(tvm::ffi::TensorView pieces, tvm::ffi::TensorView groups, tvm::ffi::TensorView pages,
                           tvm::ffi::TensorView slots, tvm::ffi::TensorView buffers, tvm::ffi::TensorView boundaries,

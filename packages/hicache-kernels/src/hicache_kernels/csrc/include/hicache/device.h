@@ -139,12 +139,12 @@ constexpr DLDeviceType kDLGPUHost = kDLCPU;
 
 inline void check_gpu(gpuError_t error, const char* what) {
   if (error != gpuSuccess) {
-    static_cast<void>(gpuGetLastError());  // leaves no pending error behind for the caller's next call
+    static_cast<void>(gpuGetLastError());  // leaves no pending error for the caller's next call
     TVM_FFI_THROW(RuntimeError) << what << " failed: " << gpuGetErrorString(error);
   }
 }
 
-// A stream of the current device that nobody else has; it lives as long as the process.
+// A stream of the current device that no other code has; it lives as long as the process.
 inline int64_t create_stream_entry() {
   gpuStream_t stream = nullptr;
   check_gpu(gpuStreamCreate(&stream), "making a stream");

@@ -74,7 +74,7 @@ inline bool lies_on_cpu(const tvm::ffi::TensorView& tensor) {
 }
 
 // host_indices: int32 or int64 [slots] in CPU memory. device_indices: the same, or on the device `device_id`, where its
-// values are not looked at. pages: int64 [slots / page_size], receives the host pages, or [0]: nobody asks. stream: the
+// values are not looked at. pages: int64 [slots / page_size], receives the host pages, or [0] where they are not wanted. stream: the
 // caller's. Returns the runs of neighbouring host pages, or -1 where anything is not as it must be, or must be looked at
 // more closely (a stream that is captured, indices on the device that are to be checked): the caller then does that, and
 // says what is wrong.
@@ -113,7 +113,7 @@ inline int64_t scan_indices_entry(tvm::ffi::TensorView host_indices, tvm::ffi::T
   return inside ? runs : -1;
 }
 
-// Queues the upload of one or two lists of indices (the second may be empty), widened to 64 bits, one behind the other.
+// Queues the upload of one or two lists of indices (the second may be empty), widened to 64 bits, one after the other.
 // pinned, on_device: int64, at least as long as both together; pinned belongs to this upload until the stream is past it.
 inline void upload_indices_entry(tvm::ffi::TensorView first, tvm::ffi::TensorView second, tvm::ffi::TensorView pinned,
                                  tvm::ffi::TensorView on_device, [[maybe_unused]] int64_t stream) {

@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_nc(uint64_t address, const Words<Bytes>& v
 
 #endif
 
-// Adds one for each 32 threads, once all their stores can be seen by whoever sees the sum.
+// Adds one for each 32 threads, once all their stores can be seen by every reader of the sum.
 __device__ __forceinline__ void count_warp(uint32_t* sum) {
 #if defined(HICACHE_CUDA)
   __syncwarp();

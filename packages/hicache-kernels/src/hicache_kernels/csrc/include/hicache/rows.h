@@ -135,8 +135,8 @@ struct DeviceGroup {
 struct Launch {
   DeviceGroup groups[kGroupsPerLaunch];
   int count;
-  uint32_t layers;  // each is `rows` further on in the tables of row bases
-  uint32_t* done;   // per layer, the warps that have finished it; null where nobody asks
+  uint32_t layers;  // each is `rows` later in the tables of row bases
+  uint32_t* done;   // per layer, the warps that have finished it; null where it is not wanted
   const void* source_indices;
   const void* destination_indices;
 };
@@ -302,7 +302,7 @@ inline void move_rows(const std::vector<Group>& groups, int64_t slots, const Ind
         if (group.vector_bytes != width) continue;
         DeviceGroup& target = launch.groups[launch.count++];
         target = device_group(group, count, source_indices.data == nullptr || destination_indices.data == nullptr);
-        // Where a space counts slots by position, a later part starts further on.
+        // Where a space counts slots by position, a later part starts later.
         if (source_indices.data == nullptr) target.source.base += first / target.source.block.value * target.source.block_stride;
         if (destination_indices.data == nullptr) {
           target.destination.base += first / target.destination.block.value * target.destination.block_stride;

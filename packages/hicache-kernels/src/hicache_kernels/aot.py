@@ -18,7 +18,7 @@ from .spec import ModuleSpec, module_specs
 
 
 @dataclass(frozen=True)
-class AheadResult:
+class AotResult:
     """Outcome of one build.
 
     Attributes
@@ -65,9 +65,9 @@ def group_archs(archs: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {device_type: tuple(sorted(names)) for device_type, names in sorted(groups.items())}
 
 
-def build_ahead(
+def build_aot(
     archs: Sequence[str], out: Path, *, specs: Sequence[ModuleSpec] | None = None, jobs: int | None = None
-) -> Iterator[AheadResult]:
+) -> Iterator[AotResult]:
     """Build every module for the given architectures, yielding each outcome as it comes.
 
     Parameters
@@ -99,7 +99,7 @@ def build_ahead(
             yield future.result()
 
 
-def _build_one(spec: ModuleSpec, archs: tuple[str, ...], out: Path) -> AheadResult:
+def _build_one(spec: ModuleSpec, archs: tuple[str, ...], out: Path) -> AotResult:
     from .build import compile_module, record_path  # with torch, which is not needed to see that an argument is wrong
 
     start = time.perf_counter()
@@ -113,5 +113,5 @@ def _build_one(spec: ModuleSpec, archs: tuple[str, ...], out: Path) -> AheadResu
             os.replace(built, library)
             os.replace(record_path(built), record_path(library))
     except (BuildError, FileNotFoundError) as error:
-        return AheadResult(spec.key, archs, None, str(error), time.perf_counter() - start)
-    return AheadResult(spec.key, archs, library, None, time.perf_counter() - start)
+        return AotResult(spec.key, archs, None, str(error), time.perf_counter() - start)
+    return AotResult(spec.key, archs, library, None, time.perf_counter() - start)
