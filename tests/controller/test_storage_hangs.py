@@ -51,12 +51,14 @@ def test_a_lookup_that_a_scheduler_gave_up_is_waited_for_by_who_has_the_time(mak
     gate.wait_entered()
 
     def wait():
+        stack.controller.adopt_thread()
         with stack.controller.storage.one_call(30):
             found.append(stack.controller.storage_exists(keys))
 
     thread = in_thread(wait)
     gate.open()
     thread.join()
+    stack.controller.adopt_thread()
     assert found == [2]
 
 
