@@ -56,7 +56,7 @@ def test_pools_are_known_by_themselves() -> None:
     assert presence.lacks_any("swa", [b]), "a page that is stored again has no windows by that"
     assert presence.stored("swa", [b], a) == []
     presence.removed("kv", [a])
-    presence.forget_removed(but=[b])
+    presence.forget_removed(keep=[b])
     assert (presence.lacks_any("swa", [b]), presence.lacks_any("kv", [a])) == (True, False)
     presence.storing("swa", [b])
     assert presence.stored("swa", [b], a) == [Run((b,), a)]

@@ -11,7 +11,7 @@ module                    holds
 ``queue``, ``namespaces`` what may leave a tier, and what a namespace has
 ``components``            windowed pools: sliding windows and recurrent states
 ``order``                 the value of a node, and the queues of all tiers and pools
-``events``                what routers hear of changes
+``events``                what routers are sent about changes
 ``results``               what the calls return
 ``radix_tree``            the nodes: walking, splitting, locking
 ``matches``               pins of requests, and pins with a time to live

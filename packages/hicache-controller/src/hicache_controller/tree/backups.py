@@ -273,8 +273,8 @@ class Backups:
 
     def _component_of(self, name: str) -> str | None:
         """Return the pool whose pages count as removed with those of a pool of the storage; sidecars have none."""
-        sources = {str(spec.pool_name): str(spec.indices_from_pool) for spec in self._pools.controller.sidecars}
-        pool = sources.get(name, self._anchor if name == ANCHOR else name)
+        owners = {str(spec.pool_name): str(spec.indices_from_pool) for spec in self._pools.controller.sidecars}
+        pool = owners.get(name, self._anchor if name == ANCHOR else name)
         return pool if pool == self._anchor or pool in self._tree.windows else None
 
     def _change_storage(self) -> None:

@@ -62,12 +62,12 @@ def maybe_register_hicache_draft(
     indices_from_pool: PoolName | str = PoolName.KV,
     packed_draft_device_pools: Sequence[object] = (),
 ) -> bool:
-    """Register a draft model if there is one, as :func:`register_hicache_draft_pools`; tells whether there was.
+    """Register a draft model if there is one, as :func:`register_hicache_draft_pools`; returns whether there was.
 
     Raises
     ------
     NotImplementedError
-        The tree is no :class:`UnifiedRadixCache`, which would lose the draft's KV at every eviction.
+        The tree is not a :class:`UnifiedRadixCache`, and would lose the draft's KV at every eviction.
     """
     if entry is None and not packed_draft_device_pools:
         return False

@@ -12,7 +12,7 @@ from .backups import Backups
 from .node import Pages, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
 from .pools import Pools
-from .queue import EvictionQueue, NamespaceUsage, TierQueues
+from .queue import NamespaceUsage, TierQueues
 from .radix_tree import RadixTree
 from .results import Match
 from .transfers import Transfers, has_prefix_on_host
@@ -187,31 +187,20 @@ class Evictor:
 
     def keep_quota(self, usage: NamespaceUsage) -> None:
         """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
-        queues = usage.queues
-        if queues is None:
+        if usage.queues is None:
             return
-        limit = usage.quota.device_pages
-        while limit is not None and usage.device_pages > limit:
-            node = self._pop(queues.device)
-            if node is None:
-                break
-            if node.host is None and self._writes_back and self.write_node(node):
-                self._tree.lock(node, device=False)
-                self._finish_saving([node])
-            else:
-                self._pools.drop(node, device=True)
-        limit = usage.quota.host_pages
-        while limit is not None and usage.host_pages > limit:
-            node = self._pop(queues.host)
-            if node is None:
-                break
-            self._pools.drop(node, device=False)
-
-    def _pop(self, queue: EvictionQueue[TreeNode]) -> TreeNode | None:
-        node = queue.pop()
-        if node is not None:
-            self._order.evicted_value = node.value
-        return node
+        for device, limit in ((True, usage.quota.device_pages), (False, usage.quota.host_pages)):
+            queue = usage.queues.device if device else usage.queues.host
+            while limit is not None and (usage.device_pages if device else usage.host_pages) > limit:
+                node: TreeNode | None = queue.pop()
+                if node is None:
+                    break
+                self._order.evicted_value = node.value
+                if device and node.host is None and self._writes_back and self.write_node(node):
+                    self._tree.lock(node, device=False)
+                    self._finish_saving([node])
+                else:
+                    self._pools.drop(node, device=device)
 
     # Windowed pools
 

@@ -20,7 +20,7 @@ Tokens = npt.NDArray[np.int64]
 class SequenceKeys:
     """Page keys of a growing token sequence.
 
-    Only complete pages have keys; tokens behind them wait for :meth:`extend`. The keys are those of
+    Only complete pages have keys; tokens after them wait for :meth:`extend`. The keys are those of
     :func:`hicache_controller.hashing.page_hashes` on the whole sequence, however it was cut.
 
     Parameters
@@ -54,7 +54,7 @@ class SequenceKeys:
 
     @property
     def token_count(self) -> int:
-        """Tokens so far, those behind the last complete page included."""
+        """All tokens, including those after the last complete page."""
         return len(self.hashes) * self.page_size + len(self._rest)
 
     def extend(self, tokens: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:

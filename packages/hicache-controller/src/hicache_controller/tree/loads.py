@@ -85,12 +85,12 @@ class Loads:
     def _start(self, match: Match, node: TreeNode, pages: int, min_pages: int, max_pages: int | None) -> Match:
         """Start to load the longest prefix up to ``node`` that the device has room for, and pin it."""
         while True:
-            pinned = self._tree.pin_other(match, node, pages)
+            pinned = self._tree.pin_match(match, node, pages)
             if pinned.on_device:
                 return pinned
             try:
                 if self._try_load(pinned):
-                    return self._tree.pin_other(match, node, pages)
+                    return self._tree.pin_match(match, node, pages)
                 whole = _is_whole(pinned)
             finally:
                 self._tree.unpin_match(pinned)
@@ -98,7 +98,7 @@ class Loads:
                 node, pages = self._still_there(node, pages)
                 continue
             if node.parent is None:
-                return self._tree.pin_other(match, self._tree.root, 0)
+                return self._tree.pin_match(match, self._tree.root, 0)
             fitting = pinned.device_pages + self._evictor.device_room()
             if self._tree.windows or fitting >= pages:
                 node, pages = self._tree.last_restorable(node.parent, pages - node.pages)
@@ -166,7 +166,7 @@ class Loads:
             node = node.parent
         if node is match.node:
             return match
-        return self._tree.pin_other(match, node, pages)
+        return self._tree.pin_match(match, node, pages)
 
     def _windows_on_device(self, node: TreeNode) -> bool:
         for name in self._tree.windows:

@@ -69,7 +69,7 @@ class Pools:
         return self._converter if pool is None else self._tree.windows[pool].converter
 
     def free(self, pages: Pages, *, device: bool, pool: str | None = None) -> int:
-        """Give pages back; returns how many are free now. Others are so once transfers that use them are done."""
+        """Give pages back; returns how many are free now. Those in flight are freed when their transfers are done."""
         converter, controller = self._converter_of(pool), self.controller
         slots = converter.slots(pages)
         freed = (controller.evict_device if device else controller.evict_host)(slots, pool=pool)

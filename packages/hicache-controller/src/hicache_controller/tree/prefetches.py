@@ -11,7 +11,6 @@ from .backups import Backups
 from .components import trailing
 from .events import Change, Tier
 from .evictor import Evictor
-from .keys import KEY_BYTES
 from .node import NO_SLOTS, Pages, TreeNode, WindowPart
 from .pools import Pools
 from .radix_tree import RadixTree
@@ -138,7 +137,7 @@ class Prefetches:
         # What came from a storage that has been changed since says nothing about the one there is now.
         stored = started.storage_changes == self._pools.controller.storage.changes
         pages = self._pools.pages(started.slots[: got * self._tree.page_size])
-        node = self._adopt_nodes(match, pages, end, stored=stored)
+        node = self._adopt_nodes(match, pages, stored=stored)
         parts: list[WindowPart] = []
         for transfer in started.transfers:
             if transfer.host_indices is not None:
@@ -148,28 +147,22 @@ class Prefetches:
                 if stored:
                     self._backups.mark_fetched(came, len(pages))
                 parts += came
-        longer = self._tree.pin_other(match, node, end) if self._tree.restorable(node) else None
+        longer = self._tree.pin_match(match, node, end) if self._tree.restorable(node) else None
         self._tree.order.offer_windows(parts)
         return longer
 
-    def _adopt_nodes(self, match: Match, pages: Pages, end: int, *, stored: bool) -> TreeNode:
-        """Give host pages that came from storage to the nodes that follow a match, new ones where there are none."""
-        node, at, begin = match.node, match.pages, match.pages
-        blob = match.keys[: end * KEY_BYTES]
-        while at < end:
-            child = self._tree.child(node, blob, at)
-            if child is None:
-                child = self._tree.add_child(node, blob[at * KEY_BYTES :], match)
-            own = pages[at - begin : at - begin + child.pages]
-            if child.host is None:
-                child.stored = stored and not self._backups.lacks(self._pools.anchor, child)
-                self._tree.set_part(child, own, device=False)
-                self._pools.events.node(Change.STORED, Tier.HOST, child)
+    def _adopt_nodes(self, match: Match, pages: Pages, *, stored: bool) -> TreeNode:
+        """Give host pages that came from storage to the nodes that follow a match; returns the last one."""
+        node = match.node
+        for node, own in self._tree.follow(match, len(pages)):
+            if node.host is None:
+                node.stored = stored and not self._backups.lacks(self._pools.anchor, node)
+                self._tree.set_part(node, pages[own], device=False)
+                self._pools.events.node(Change.STORED, Tier.HOST, node)
                 if stored:
-                    self._backups.report_stored(child, self._pools.anchor, child.pages)
+                    self._backups.report_stored(node, self._pools.anchor, node.pages)
             else:
-                self._pools.free(own, device=False)
+                self._pools.free(pages[own], device=False)
             # Eviction for the windows to come must not take what has just come.
-            self._tree.order.use(child, match.priority)
-            node, at = child, at + child.pages
+            self._tree.order.use(node, match.priority)
         return node

@@ -1,4 +1,4 @@
-"""StoragePresence: what of a tree's pools is in storage as far as is known, told by its backups and the storage."""
+"""StoragePresence: what is known to be in storage, from the tree's backups and from what storage reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Keys that follow each other, and the key before them (None at a sequence's start).
+    """Keys that follow one another, and the key before them (None at the start of a sequence).
 
     Attributes
     ----------
@@ -22,13 +22,13 @@ class Run(NamedTuple):
 
 
 class StoragePresence:
-    """Keys that storage removed lately and, for events, all that it is known to have; each pool's by themselves.
+    """Keys that storage removed lately and, for events, all that it is known to have; by pool.
 
-    A storage tells its removals on whatever thread notices them; they wait here until the tree's own thread takes them
-    in. All else is for that thread alone.
+    A storage reports removals on any thread; they are kept here until the tree's own thread asks for them. Everything
+    else is for that thread alone.
 
-    A removal that comes while the same page is being stored may be older or newer than that. It counts as newer: then a
-    page is at worst stored again the next time it is used.
+    A removal that is reported while the same page is being stored may be older or newer than that. It counts as newer:
+    at worst the page is stored again the next time it is used.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class StoragePresence:
         self._parents: dict[str, dict[bytes, bytes | None]] = {}
 
     def note_removed(self, keys: Sequence[bytes], pool: str) -> None:
-        """Note what storage has no longer, under the pool's name there; on any thread."""
+        """Note what storage no longer has, under the pool's name there; on any thread."""
         self._arrived.append((pool, keys))
 
     def take_noted(self) -> dict[str, list[bytes]]:
@@ -69,13 +69,13 @@ class StoragePresence:
         gone = self._gone.get(pool)
         return not gone.isdisjoint(keys) if gone else False
 
-    def forget_removed(self, but: Collection[bytes] = ()) -> None:
-        """Forget removals, as all pages of the tree were compared with them, but those of some keys."""
+    def forget_removed(self, keep: Collection[bytes] = ()) -> None:
+        """Forget removals except those of some keys, once all pages of the tree were compared with them."""
         for gone in self._gone.values():
-            gone.intersection_update(but)
+            gone.intersection_update(keep)
 
     def removed(self, pool: str, keys: Iterable[bytes]) -> list[Run]:
-        """Take in pages of a pool that storage no longer has; returns those it was said to have."""
+        """Note pages of a pool that storage no longer has; returns those that were reported to be there."""
         keys = list(keys)
         self._gone.setdefault(pool, set()).update(keys)
         return self._forget(pool, keys)
@@ -83,7 +83,7 @@ class StoragePresence:
     # For events
 
     def stored(self, pool: str, keys: Sequence[bytes], parent: bytes | None) -> list[Run]:
-        """Remember pages of a pool that storage has; returns those that nobody was told of yet."""
+        """Remember pages of a pool that storage has; returns those that were not reported yet."""
         if not self._remember:
             return []
         known, gone = self._parents.setdefault(pool, {}), self._gone.get(pool, ())
@@ -102,7 +102,7 @@ class StoragePresence:
         return runs
 
     def forget_all(self) -> list[tuple[str, Run]]:
-        """Forget a storage; returns what it was said to have, by pool."""
+        """Forget a storage; returns what was reported to be there, by pool."""
         self._arrived.clear()
         self._gone.clear()
         return [(pool, run) for pool, known in self._parents.items() for run in self._forget(pool, list(known))]

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from .policies import NO_QUOTA, Quota
 
 Rank = tuple[float, ...]
-"""Priority, value where there is one, tick of the last use; lower leaves first."""
+"""Priority, value if there is one, tick of the last use; lower leaves first."""
 
 
 class Queueable(Protocol):
@@ -121,7 +121,7 @@ class TierQueues(NamedTuple):
 
 @dataclass(eq=False)
 class NamespaceUsage:
-    """Pages of one namespace, and its own eviction queues where it has a quota.
+    """Pages of one namespace, and its own eviction queues if it has a quota.
 
     Its nodes, its matches and its quota keep it alive; it goes with the last of them.
     """

@@ -15,11 +15,11 @@ from hicache_kernels.validation import whole
 from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
-from .keys import KEY_BYTES, Tokens, common_pages, own_tokens
+from .keys import KEY_BYTES, common_pages, own_tokens
 from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
 from .order import EvictionOrder, namespace_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
-from .queue import NO_USAGE, NamespaceUsage
+from .queue import NamespaceUsage
 from .results import Match
 
 
@@ -128,6 +128,18 @@ class RadixTree:
             return child
         same = common_pages(child.keys, tail)
         return self.split(child, same) if same < child.pages else child
+
+    def follow(self, match: Match, pages: int) -> Iterator[tuple[TreeNode, slice]]:
+        """Yield the nodes of the next pages after a match, and which of these pages each has.
+
+        Nodes that reach beyond are split. A new node is yielded where there is none; the caller gives it a part.
+        """
+        node, at = match.node, 0
+        blob = match.keys[match.pages * KEY_BYTES : (match.pages + pages) * KEY_BYTES]
+        while at < pages:
+            node = self.child(node, blob, at) or self.add_child(node, blob[at * KEY_BYTES :], match)
+            yield node, slice(at, at + node.pages)
+            at += node.pages
 
     @staticmethod
     def known(node: TreeNode, blob: bytes) -> Iterator[tuple[TreeNode, int]]:
@@ -377,34 +389,20 @@ class RadixTree:
 
     # Matches
 
-    def pin_match(
-        self,
-        keys: bytes,
-        node: TreeNode,
-        pages: int,
-        *,
-        owner: NamespaceUsage = NO_USAGE,
-        priority: int = 0,
-        tokens: Tokens | None = None,
-    ) -> Match:
-        """Pin the restorable prefix of ``pages`` pages that ends with ``node``."""
+    def pin_match(self, request: Match, node: TreeNode, pages: int) -> Match:
+        """Pin the restorable prefix of ``pages`` pages that ends with ``node``, for the request of another match."""
         device_pages, above = pages, node
         while above.device is None and above.parent is not None:
             device_pages -= above.pages
             above = above.parent
-        device_pin, host_pin = self.pin_windows(node)
+        pins, hosted = self.pin_windows(node), pages - device_pages
         self.lock(above, device=True)
-        if device_pages < pages:
+        if hosted:
             self.lock(node, device=False)
-        match = Match(
-            keys, device_pages, pages - device_pages, above, node, device_pin, host_pin, owner, priority, tokens
-        )
+        keys, owner, priority, tokens = request.keys, request.owner, request.priority, request.tokens
+        match = Match(keys, device_pages, hosted, above, node, *pins, owner, priority, tokens)
         self._pinned.add(match)
         return match
-
-    def pin_other(self, match: Match, node: TreeNode, pages: int) -> Match:
-        """Pin another prefix of the same request."""
-        return self.pin_match(match.keys, node, pages, owner=match.owner, priority=match.priority, tokens=match.tokens)
 
     def check_pinned(self, match: Match) -> None:
         """Raise ValueError unless the match is pinned."""
@@ -441,7 +439,7 @@ class RadixTree:
 
     def keep_match(self, match: Match, seconds: float) -> None:
         """Pin what a match covers once more, for some seconds."""
-        kept = self.pin_other(match, match.node, match.pages)
+        kept = self.pin_match(match, match.node, match.pages)
         heapq.heappush(self._timed, (self._clock() + seconds, self.new_id(), kept))
 
     def expire(self) -> int:

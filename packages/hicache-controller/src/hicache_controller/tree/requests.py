@@ -13,7 +13,7 @@ from .events import Change, Tier
 from .evictor import Evictor
 from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
 from .loads import Loads
-from .node import NO_PAGES, Pages, TreeNode, unpack
+from .node import NO_PAGES, Pages, Pin, TreeNode, unpack
 from .pools import Pools
 from .radix_tree import RadixTree
 from .results import InsertResult, Match
@@ -44,7 +44,8 @@ class Requests:
         if self._tree.windows:
             node, matched = self._tree.last_restorable(node, matched)
         owner = self._tree.usage(namespace)
-        match = self._tree.pin_match(blob, node, matched, owner=owner, priority=priority, tokens=tokens)
+        request = Match(blob, 0, 0, self._tree.root, self._tree.root, Pin(), Pin(), owner, priority, tokens)
+        match = self._tree.pin_match(request, node, matched)
         with self._tree.handing_out(match):
             self._evictor.use(match.node, priority)
         return match
@@ -98,7 +99,7 @@ class Requests:
         parts = [
             part for name, given in windows.items() for part in self._pools.adopt_window(node, name, given, device=True)
         ]
-        result = self._tree.pin_other(match, node, match.pages + count)
+        result = self._tree.pin_match(match, node, match.pages + count)
         self._tree.order.offer_windows(parts)
         if duplicates:
             self._pools.calls.call(self._pools.free, np.concatenate(duplicates), device=True)
@@ -108,20 +109,13 @@ class Requests:
 
     def _publish(self, match: Match, pages: Pages) -> tuple[TreeNode, list[Pages]]:
         """Give pages to the nodes that follow a match; returns the last node, and the pages that the tree had."""
-        node, at, begin, end = match.node, match.pages, match.pages, match.pages + len(pages)
-        blob = match.keys[: end * KEY_BYTES]
-        duplicates: list[Pages] = []
-        while at < end:
-            child = self._tree.child(node, blob, at)
-            if child is None:
-                child = self._tree.add_child(node, blob[at * KEY_BYTES :], match)
-            own = pages[at - begin : at - begin + child.pages]
-            if child.device is None:
-                self._tree.set_part(child, own, device=True)
-                self._pools.events.node(Change.STORED, Tier.DEVICE, child)
+        node, duplicates = match.node, []
+        for node, own in self._tree.follow(match, len(pages)):
+            if node.device is None:
+                self._tree.set_part(node, pages[own], device=True)
+                self._pools.events.node(Change.STORED, Tier.DEVICE, node)
             else:
-                duplicates.append(own)
-            node, at = child, at + child.pages
+                duplicates.append(pages[own])
         return node, duplicates
 
     def _count_to_publish(self, match: Match, pages: Pages, count: int | None, computed_tokens: int | None) -> int:

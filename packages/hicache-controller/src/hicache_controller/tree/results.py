@@ -24,7 +24,7 @@ class Match:
     keys
         All page keys of the request.
     device_pages, host_pages
-        Leading pages on the device, and further ones on the host.
+        Leading pages on the device, and those after them on the host.
     device_node, node
         Deepest matched node with a device part, and deepest matched node. Both are pinned, each in its tier.
     device_pin, host_pin
@@ -67,7 +67,7 @@ class Match:
         return tuple(sorted(set(found)))
 
     def rest(self) -> list[bytes]:
-        """Keys of the pages behind the match."""
+        """Keys of the pages after the match."""
         return key_list(self.keys[self.pages * KEY_BYTES :])
 
 

@@ -85,7 +85,7 @@ class Retraction:
         """
         kept = self._requests[request_id]
         found = None
-        match = self._tree.pin_other(kept.match, kept.node, kept.match.pages)
+        match = self._tree.pin_match(kept.match, kept.node, kept.match.pages)
         try:
             match = self._loads.load_all(match)
             found = self._load(kept) if match.pages == kept.match.pages else None

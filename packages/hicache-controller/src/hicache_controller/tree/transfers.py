@@ -103,7 +103,7 @@ class Transfers:
         self._pools.controller.start_writing()
 
     def release_device(self, *, windows: bool) -> bool:
-        """Let writes of nodes, or of windows, go on without their device parts; returns whether any held one.
+        """Unlock the device parts of writes of nodes, or of windows; returns whether any held one.
 
         The controller makes the next user of the slots wait until the write has read them.
         """
