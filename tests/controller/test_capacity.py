@@ -381,7 +381,7 @@ def test_command_reads_a_config_and_a_trace(tmp_path: Path, chats: list[TraceReq
         (("--gpu", "40GB"), "give --config, or --layers with --kv-heads and --head-dim"),
         (("--gpu", "40XB", "--layers", 1, "--latent-dim", 4), "size is '40XB'"),
         (("--gpu", "1GB", "--layers", 1, "--latent-dim", 4, "--tp", 2), "--tp needs --config"),
-        (("--gpu", "1GB", "--config", "here.json", "--kv-heads", 2), "--config is given beside --kv-heads"),
+        (("--gpu", "1GB", "--config", "here.json", "--kv-heads", 2), "--config and --kv-heads are both given"),
         (("--gpu", "1GB", "--config", "/nowhere/config.json"), "/nowhere/config.json: No such file"),
         (("--gpu", "1GB", "--layers", 1, "--latent-dim", 4, "--trace", "/nowhere/t"), "/nowhere/t: No such file"),
     ],

@@ -16,7 +16,7 @@ from tests.together import transformers_families as fam
 
 from hicache_controller import Namespace
 from hicache_controller.integrations.transformers import HiCache
-from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
+from hicache_controller.integrations.transformers.tiers import MIN_CHECKPOINTS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"),
@@ -308,7 +308,7 @@ def test_a_checkpoint_behind_the_end_of_the_device_tier_is_not_kept_for_another_
         tiers = cache.tiers
         page_bytes = {str(entry.name): entry.host_pool.page_bytes for entry in tiers.group.entries}
     checkpoint = page_bytes.get("swa", 0) * tiers.window_pages + page_bytes.get("mamba", 0)
-    size = FEWEST_CHECKPOINTS * checkpoint + 7.5 * page_bytes["kv"]
+    size = MIN_CHECKPOINTS * checkpoint + 7.5 * page_bytes["kv"]
     with fam.open_cache(model, l1_gb=size / 1e9) as cache:
         assert cache.stats().device_capacity == 7 * fam.PAGE
         for cached in (0, 24):

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from hicache_controller.integrations.transformers import HiCache
 from hicache_controller.integrations.transformers.model_layout import cache_argument
-from hicache_controller.integrations.transformers.tiers import FEWEST_CHECKPOINTS
+from hicache_controller.integrations.transformers.tiers import MIN_CHECKPOINTS
 
 _tokens = torch.Generator()
 _tokens.seed()
@@ -275,7 +275,7 @@ def _check_random_sessions(model: Any, storage: Path, draw: random.Random, round
     with open_cache(model) as cache:
         page_bytes = {str(entry.name): entry.host_pool.page_bytes for entry in cache.tiers.group.entries}
         checkpoint = page_bytes.get("swa", 0) * cache.tiers.window_pages + page_bytes.get("mamba", 0)
-    size = (FEWEST_CHECKPOINTS * checkpoint + (pages + 0.5) * page_bytes["kv"]) / 1e9
+    size = (MIN_CHECKPOINTS * checkpoint + (pages + 0.5) * page_bytes["kv"]) / 1e9
     cache = open_cache(model, storage=storage, l1_gb=size, l2_gb=size * 1.5)
     known = [random_tokens(draw.randint(20, 60), device=model.device) for _ in range(3)]
     hits = 0

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from hicache_kernels.command_line import numbered_lines
 
 BLOCK_TOKENS = 512
-"""Tokens a hash id of a trace stands for."""
+"""Tokens of a block, which a hash id of a trace names."""
 
-_MOST_TURNS = 10**7
+_MAX_TURNS = 10**7
 """Of a trace that is made, earlier turns counted again in every request that has them."""
 
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -162,15 +162,15 @@ def make_trace(
         Naming the number that is out of range.
     """
     for name, value, largest in (
-        ("requests", requests, _MOST_TURNS),
+        ("requests", requests, _MAX_TURNS),
         ("system_prompts", system_prompts, 10**5),
         ("turns", turns, 10**4),
         ("mean_turn_tokens", mean_turn_tokens, 10**5),
     ):
         if not 0 < value <= largest:
             raise ValueError(f"{name} is {value}; accepted is 1 to {largest}")
-    if requests * turns > _MOST_TURNS:
-        raise ValueError(f"requests is {requests} and turns {turns}; accepted is a product of at most {_MOST_TURNS}")
+    if requests * turns > _MAX_TURNS:
+        raise ValueError(f"requests is {requests} and turns {turns}; accepted is a product of at most {_MAX_TURNS}")
     return list(_chats(requests, random.Random(seed), system_prompts, turns, mean_turn_tokens))
 
 

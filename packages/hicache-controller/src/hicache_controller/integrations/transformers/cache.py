@@ -39,7 +39,7 @@ OnUnsupported = Literal["error", "uncached"]
 """What becomes of a request the cache cannot serve."""
 
 _DEVICE_SHARE = 0.1
-"""Part of a GPU's memory that L1 takes unless told otherwise."""
+"""Part of a GPU's memory that L1 takes by default."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class HiCache:
     model
         The model.
     fingerprint
-        What the stored bytes belong to; None without storage. A backend of a kind that keeps no fingerprints, which is
-        passed ready made, was not told.
+        What the stored bytes belong to; None without storage. A backend that keeps no fingerprints does not check it.
     storage
         The backend, or None.
     on_unsupported
@@ -135,7 +134,7 @@ class HiCache:
         on_unsupported: OnUnsupported = "error",
         check_passes: bool = True,
     ) -> HiCache:
-        """Look at what the model's layers keep, and allocate the tiers for it.
+        """Find what the model's layers keep, and allocate the tiers for it.
 
         Parameters
         ----------
@@ -154,19 +153,19 @@ class HiCache:
         storage
             Where pages outlive the process: a directory, a function that makes a backend for the model's
             :class:`Fingerprint`, or a backend. A backend that is passed stays the caller's; others are closed with the
-            cache. One that was made for another fingerprint is refused; for one of a kind that keeps none, it is the
-            caller who sees to it that no other model's pages are in it.
+            cache. One that was made for another fingerprint is refused. For a backend that keeps no fingerprints, the
+            caller makes sure that it has no other model's pages.
         page_size
             Tokens a page: prefixes are kept in whole pages. By default what makes copies fast: 16 to 256.
         layout
             Order of the bytes on the host.
         on_unsupported
-            What becomes of what the cache cannot serve: ``"error"`` raises :class:`UnsupportedError`, ``"uncached"``
-            logs it once and gives None for a cache, with which transformers generates as ever.
+            What happens if the cache cannot serve something: ``"error"`` raises :class:`UnsupportedError`,
+            ``"uncached"`` logs it once, and the session's cache is None, with which transformers generates as usual.
         check_passes
             Whether to compute a few random prompts in one pass and in several, once a process for each configuration,
             dtype and version of transformers, and refuse a model with which they differ by more than rounding. Some
-            models continue a cache in another way than they compute a prompt, in some versions of transformers.
+            models continue a cache differently from how they compute a prompt, in some versions of transformers.
 
         Returns
         -------
@@ -176,8 +175,8 @@ class HiCache:
         Raises
         ------
         UnsupportedError
-            For a model whose layers the cache cannot restore, that computes a prompt in several passes in another way
-            than in one, or that spreads over several devices.
+            For a model whose layers the cache cannot restore, that computes a prompt in several passes differently
+            from one, or that spreads over several devices.
         RuntimeError
             For a model in training mode, whose passes cannot be compared.
         ValueError
@@ -243,7 +242,7 @@ class HiCache:
 
     @property
     def tiers(self) -> Tiers:
-        """Pools, controller and prefix tree, for those who want to look.
+        """Pools, controller and prefix tree, for inspection.
 
         Raises
         ------
@@ -314,7 +313,7 @@ class HiCache:
         TypeError, ValueError
             For a number of tokens that is not a whole one, or negative. In the forward pass: for a mask, positions,
             arguments or settings of the model that make a restored prefix a wrong one, for ``use_cache=False``, and for
-            the whole prompt given again behind the prefix; in ``generate``: for another prompt than the session's.
+            the whole prompt given again after the prefix; in ``generate``: for another prompt than the session's.
         """
         if self._closed:
             raise RuntimeError("the cache is closed; make a new one with HiCache.for_model")
@@ -340,7 +339,7 @@ class HiCache:
             )
 
     def model_changed(self) -> bool:
-        """Whether the model's weights or attention implementation are others than when the cache was made for it."""
+        """Return whether the model's weights or attention implementation have changed since the cache was made."""
         return self._current_mark() != self._mark
 
     def _current_mark(self) -> tuple[object, ...]:

@@ -67,7 +67,7 @@ class Checkpoints:
     """The checkpoints of one session.
 
     A window is saved by the layer's own update, as soon as it has gone past the boundary. States are saved where a
-    forward pass ends; of those nobody asked for, the last of each sequence is kept.
+    forward pass ends; of those that were not asked for, the last of each sequence is kept.
     """
 
     def __init__(self, tiers: Tiers, rows: Sequence[Row], past: PastCache | StaticPastCache) -> None:
@@ -86,7 +86,7 @@ class Checkpoints:
         """
         size = self._tiers.page_size
         for index, row in enumerate(self._rows):
-            # What the session computes up to a state must leave a token to whoever generates.
+            # What the session computes up to a state must leave a token for the caller's pass.
             last = row.length if self._tiers.states is None else row.length - 1
             wanted = [row.shared, row.length - 1] if tokens is None else tokens
             for end in sorted({min(each, last) // size * size for each in wanted}):
@@ -119,7 +119,7 @@ class Checkpoints:
             self._save_states(checkpoint)
 
     def save_last(self, columns: int) -> None:
-        """Save the windows behind the last page boundary of each sequence, or behind its last states."""
+        """Save the windows before the last page boundary of each sequence, or before its last states."""
         size = self._tiers.page_size
         if self._tiers.sliding is None:
             return
@@ -143,13 +143,13 @@ class Checkpoints:
                     self._save_window(checkpoint, number, keys, values, layer.first_held)
 
     def drop_behind(self, columns: int) -> None:
-        """Forget checkpoints behind a column from which on the sequences were computed anew."""
+        """Drop checkpoints after a column from which on the sequences were computed anew."""
         for each in [*self._saved, *self._latest.values()]:
             if self._rows[each.row].pad + each.tokens > columns:
                 each.missing.add(-1)
 
     def complete(self, row: int, tokens: int) -> list[Checkpoint]:
-        """Checkpoints of a sequence at most ``tokens`` tokens behind its start that have all they need, in order."""
+        """Checkpoints of a sequence at most ``tokens`` tokens after its start that have all they need, in order."""
         found = [each for each in (*self._saved, *self._latest.values()) if each.row == row and each.tokens <= tokens]
         tiers = self._tiers
         whole = [
@@ -162,7 +162,7 @@ class Checkpoints:
         return sorted(whole, key=lambda each: each.tokens)
 
     def discard(self) -> None:
-        """Give back the pages that were not given away."""
+        """Free the pages that were not inserted."""
         controller = self._tiers.controller
         for each in (*self._saved, *self._latest.values()):
             for name, pages, size in (
@@ -176,7 +176,7 @@ class Checkpoints:
         self._latest.clear()
 
     def _new(self, row: int, tokens: int) -> None:
-        """Take pages for a checkpoint; there is none where they are all in use."""
+        """Allocate pages for a checkpoint; there is none if all are in use."""
         checkpoint = Checkpoint(row, tokens)
         self._saved.append(checkpoint)
         if self._tiers.sliding is not None:
@@ -199,7 +199,7 @@ class Checkpoints:
     def _watcher(self, number: int) -> Callable[[Any, torch.Tensor, torch.Tensor, int], None]:
         def watch(layer: Any, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
             if layer is not self._past.layers[number]:
-                return  # A copy of the session's cache goes on with tokens of its own.
+                return  # A copy of the session's cache continues with other tokens.
             for checkpoint in self._saved:
                 if number in checkpoint.missing and checkpoint.sliding is not None:
                     self._save_window(checkpoint, number, keys, values, first)

@@ -332,7 +332,7 @@ def _path(kind: type) -> str:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook changes nothing that is computed: one of a session, or transformers' own that collect outputs."""
+    """Return whether a hook changes nothing that is computed: one of a session, or of transformers for its outputs."""
     home = getattr(hook, "__module__", None) or ""
     return home.startswith(_OWN) or home == "transformers.utils.output_capturing"
 

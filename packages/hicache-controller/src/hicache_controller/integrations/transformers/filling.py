@@ -1,4 +1,4 @@
-"""What cache layers that fill themselves share: when they are filled, and attributes nobody sees before that."""
+"""What cache layers that fill themselves share: they are filled when an attribute of theirs is first read."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NOT_ASSISTED = (
 )
 
 WITHOUT_CACHE = (
-    "use_cache is False, with which transformers computes all tokens again in every step, behind those that the "
+    "use_cache is False, with which transformers computes all tokens again in every step, after those that the "
     "session's cache has; pass use_cache=True, or generate without the session's cache"
 )
 
@@ -134,6 +134,6 @@ def _check_tokens(recorder: Recorder, given: Mapping[str, Any]) -> None:
     mask = given.get("attention_mask")
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
         return
-    # With a longer mask, what is given are the tokens behind those that the cache has.
+    # With a longer mask, what is given are the tokens after those that the cache has.
     if mask is None or mask.shape[-1] <= tokens.shape[1]:
         recorder.check_prompt(tokens)

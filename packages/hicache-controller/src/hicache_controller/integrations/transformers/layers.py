@@ -21,7 +21,7 @@ from .filling import Fill, FilledOnTouch, KeysAndValues
 from .model_layout import AttentionShape, RowShape, StatesShape
 
 GROWTH_TOKENS = 256
-"""Room for new tokens behind a prompt; buffers grow by half when it is used up."""
+"""Room for new tokens after a prompt; buffers grow by half when it is used up."""
 
 WINDOW_SLACK = 256
 """Tokens a sliding window's buffer takes before it is shifted."""
@@ -51,7 +51,7 @@ class FixedBatch:
 class FullAttention(KeysAndValues, FixedBatch):
     """Keys and values of all tokens, in buffers with room to grow: a new token is written, and nothing else is copied.
 
-    ``keys`` and ``values`` are views of the first tokens of ``_buffers``, as long as nobody else has replaced them.
+    ``keys`` and ``values`` are views of the first tokens of ``_buffers``, until the model replaces them.
     """
 
     is_initialized: bool
@@ -130,7 +130,7 @@ class FullLayer(FullAttention, DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class IndexedLayer(FullAttention, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
-    """Full attention with the keys of a sparse indexer beside it."""
+    """Full attention with the keys of a sparse indexer."""
 
     _index_buffer: torch.Tensor | None = None
     _indexer_keys: torch.Tensor | None = None
@@ -192,7 +192,7 @@ class WindowAttention(KeysAndValues, FixedBatch):
     """Keys and values of a window's tokens, and of some before it.
 
     transformers keeps ``sliding_window - 1`` tokens; here ``retained`` are kept, which is more, so that the window
-    behind the last page boundary is still there when the sequence has gone on to the middle of a page.
+    before the last page boundary is still there when the sequence has reached the middle of a page.
 
     Invariant: the buffers' first ``_held`` tokens are the last ``_held`` ones of the sequence.
     """
@@ -234,7 +234,7 @@ class WindowAttention(KeysAndValues, FixedBatch):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the keys and values of new tokens; returns theirs, behind those of the window before them."""
+        """Append the keys and values of new tokens; returns theirs, after those of the window before them."""
         self.fill()
         check_states(key_states, None if self._buffers is None else self._buffers[0])
         new = key_states.shape[-2]

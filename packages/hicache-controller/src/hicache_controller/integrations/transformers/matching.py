@@ -26,7 +26,7 @@ def match_rows(tiers: Tiers, rows: Sequence[Row], namespace: Namespace | None) -
     -------
     tuple
         Columns (padding included) that need no computing, and a :class:`Hit` for each sequence. Each row has its match,
-        on the device or on the way there, and in ``taken`` the tokens that are used.
+        on the device or being loaded, and in ``taken`` the tokens that are used.
     """
     tree = tiers.tree
     keys = [SequenceKeys(tiers.page_size, row.tokens, namespace=namespace) for row in rows]

@@ -37,7 +37,7 @@ EMPTY_LAYER = "DummyLayer"
 """Name of transformers' layer for what keeps nothing by design; its first versions that are served have none."""
 
 EMPTY_LAYER_TYPES = ("mlp", "moe")
-"""Types of layers that keep nothing, in a configuration's ``layer_types``; what such versions tell them by."""
+"""Types of layers that keep nothing, in a configuration's ``layer_types``."""
 
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 """Rotations whose frequencies change with the length of the sequence."""
@@ -129,7 +129,7 @@ class ModelLayout:
     device
         Where every layer keeps it.
     given_tokens
-        Whether the decoder is given tokens where the model is; False where it gets embeddings, which tell none.
+        Whether the decoder is given tokens where the model is; False where it gets embeddings.
     full, sliding, recurrent
         Numbers of the layers with full attention, with a window, and with states.
     """
@@ -172,12 +172,12 @@ def cache_argument(forward: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; some have a whole module behind it."""
+    """Return the first line of an error's message; some print a whole module after it."""
     return str(error).partition("\n")[0]
 
 
 def takes_positions(forward: Any) -> bool:
-    """Whether a forward pass takes ``position_ids``."""
+    """Return whether a forward pass takes ``position_ids``."""
     return "position_ids" in inspect.signature(forward).parameters
 
 
@@ -221,7 +221,7 @@ def model_layout(model: Any) -> ModelLayout:
     if layout.device.type == "meta":
         raise UnsupportedError("the model is on the meta device, where it has no weights to compute with")
     if not layout.full and not layout.sliding:
-        raise UnsupportedError("no layer of the model has attention, so nothing tells how long its cache is")
+        raise UnsupportedError("no layer of the model has attention, so the length of its cache is not known")
     return layout
 
 

@@ -70,7 +70,7 @@ class Pass:
     first, end
         The columns it computed.
     tokens
-        Of each pass, int ``[batch, tokens]``, on the device, and nobody else's.
+        Of each pass, int ``[batch, tokens]``, on the device; copies that nothing else writes to.
     positions
         The same of ``position_ids``, ``[..., tokens]``; empty where the model counts them itself.
     plain
@@ -120,7 +120,7 @@ class Padding:
         self._shown: torch.Tensor | None = None
 
     def may_be_positions(self, positions: torch.Tensor, tokens: int) -> bool:
-        """Whether positions are ``[..., batch or 1, tokens]``, or ``[tokens]``."""
+        """Return whether positions are ``[..., batch or 1, tokens]``, or ``[tokens]``."""
         return (
             positions.dim() > 0
             and positions.shape[-1] == tokens
@@ -128,7 +128,7 @@ class Padding:
         )
 
     def are_positions(self, positions: torch.Tensor, first: int) -> bool:
-        """Whether positions count the tokens from column ``first`` on, without the padding; waits for the device."""
+        """Return whether positions count the tokens from column ``first`` on without padding; waits for the device."""
         expected = torch.arange(first, first + positions.shape[-1]) - self._pads[:, None]
         return bool(((positions.cpu() == expected) | (expected < 0)).all())
 
@@ -136,27 +136,27 @@ class Padding:
         """Where there is no padding in the first columns, bool ``[batch, columns]``."""
         shown = self._shown
         if shown is None or shown.shape[1] < columns or shown.device != device:
-            places = torch.arange(2 * columns, device=device)
-            shown = self._shown = places >= self._pads.to(device)[:, None]
+            numbers = torch.arange(2 * columns, device=device)
+            shown = self._shown = numbers >= self._pads.to(device)[:, None]
         return shown[:, :columns]
 
     def is_all_that(self, mask: torch.Tensor) -> torch.Tensor:
-        """Whether a two-dimensional mask of the first columns hides nothing else: a bool on its device."""
+        """Return whether a two-dimensional mask of the first columns hides nothing else: a bool on its device."""
         if not self.exists:
             return mask.all()
         return ((mask != 0) == self.shown(mask.shape[1], mask.device)).all()
 
     def is_all_besides_the_future(self, mask: torch.Tensor, first: int) -> torch.Tensor:
-        """Whether a mask ``[batch, heads, queries, columns]``, bool or to be added, is causal, and that is all."""
+        """Return whether a mask ``[batch, heads, queries, columns]``, bool or to be added, is just causal."""
         queries, columns = mask.shape[-2:]
-        places = torch.arange(columns, device=mask.device)
+        numbers = torch.arange(columns, device=mask.device)
         rows = torch.arange(first, first + queries, device=mask.device)
         shown = self.shown(max(columns, first + queries), mask.device)
-        causal = (places <= rows[:, None]) & shown[:, None, None, :columns]
+        causal = (numbers <= rows[:, None]) & shown[:, None, None, :columns]
         if mask.dtype == torch.bool:
             same = mask == causal
         else:
             # What is hidden has the smallest number of the type added, anything between is a bias.
             same = torch.where(causal, mask == 0, mask <= torch.finfo(mask.dtype).min / 2)
-        # Rows of padding are nobody's.
+        # Rows of padding do not count.
         return (same | ~shown[:, None, first : first + queries, None]).all()

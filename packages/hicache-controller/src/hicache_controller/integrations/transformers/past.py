@@ -1,4 +1,4 @@
-"""PastCache: the cache a session hands to the model; transformers' own, with layers that fill themselves."""
+"""PastCache: the cache of a session; transformers' own, with layers that fill themselves."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Hit:
 
 
 class Rewinds:
-    """Remembers how short a cache was made since somebody last asked, whoever runs the model on it then.
+    """Remembers the shortest length of a cache since :meth:`take_shortest` was called.
 
-    What follows may be compiled, and passes of a compiled model are not always seen.
+    Passes of a compiled model are not always seen, so the cache itself records when it is made shorter.
     """
 
     _shortest: torch.Tensor | int | None = None

@@ -1,4 +1,4 @@
-"""Precision: tells whether what a session computed is of the types that its pools keep, and not rounded on the way."""
+"""Precision: whether what a session computed has the types that its pools keep, without rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorder: notes which tokens a model was run on with a session's cache, so that none are kept under other tokens."""
+"""Recorder: records which tokens a model ran on with a session's cache, so that none are kept under other tokens."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ OTHER_POSITIONS = "position_ids were not those of the sequences without their pa
 class Recorder:
     """Hooks on the decoder of a model, for the time of a session.
 
-    What a pass was given is looked at on the device, and read when the session ends: nothing here waits for it, but for
-    the first pass behind a restored prefix.
+    The arguments of a pass are checked on the device, and the result is read when the session ends. Only the first pass
+    after a restored prefix waits for the device.
 
     Parameters
     ----------
     decoder
         The module whose forward pass takes ``input_ids`` and the cache.
     past
-        The session's cache; passes with another one are not looked at. With a static one the hooks go once the prompt
-        is computed: the steps behind it may be compiled, and Python in them would be compiled along.
+        The session's cache; passes with another one are ignored. With a static one the hooks are removed once the
+        prompt is computed: the steps after it may be compiled, and so would Python in them.
     rows
         The sequences of the batch.
     changed_setting
-        Names a setting of the model that is not what it was as the session began; None where all are.
+        Names a setting of the model that has changed since the session began; None without one.
     after_pass
-        Called after each pass, with the columns the cache has then; None where nobody asks.
+        Called after each pass with the columns of the cache; None for no call.
     needs_positions
         Whether the model counts every pass from 0 unless it is given positions: then it is given them here.
     """
@@ -82,13 +82,13 @@ class Recorder:
         self.rolled_back_to = np.iinfo(np.int64).max
         """First column that was computed more than once, as after a crop."""
 
-    def hand_over(self) -> None:
-        """Say that the session has computed what it does by itself: now it is a prefix that others go on from."""
+    def begin_after_prefix(self) -> None:
+        """Take what the session has computed by itself as the prefix from which the caller's passes continue."""
         self._prefix = int(self._past.get_seq_length())
         self._prefix_checked = False
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -119,7 +119,7 @@ class Recorder:
             )
         tokens = given.get("input_ids")
         if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-            self._keep_nothing("a forward pass was given inputs_embeds, and embeddings tell no tokens")
+            self._keep_nothing("a forward pass was given inputs_embeds, whose tokens are not known")
             return None
         self._check_batch(tokens.shape[0], first)
         if 0 < first < self._prompt <= tokens.shape[1] and self._begins_with_prompt(tokens):
@@ -133,7 +133,7 @@ class Recorder:
         running = Pass(first, end, [tokens.detach().clone()])
         self._look_at_mask(given.get("attention_mask"), running)
         self._look_at_positions(given.get("position_ids"), running)
-        self._look_at_places(given.get("cache_position"), running)
+        self._look_at_columns(given.get("cache_position"), running)
         self._prefix_checked = True
         if self._unknown is None:
             self._running = running
@@ -168,11 +168,11 @@ class Recorder:
         if spoils_prefix and self._prefix:
             raise ValueError(
                 f"{reason}; the cache began with {self._prefix} tokens that were computed otherwise: generate without "
-                "the session's cache, or tell the session of padding with attention_mask"
+                "the session's cache, or pass the attention_mask of the padding to the session"
             )
 
     def _cut_what_went(self) -> None:
-        """Let go of columns that a crop removed, or that a pass which failed may have overwritten."""
+        """Drop columns that a crop removed, or that a pass which failed may have overwritten."""
         failed, self._running = self._running, None
         for column in (self._past.take_shortest(), None if failed is None else failed.first):
             if column is None:
@@ -202,10 +202,10 @@ class Recorder:
         Parameters
         ----------
         tokens
-            int64 ``[batch, tokens]``, of which a forward pass will see those behind the cache alone.
+            int64 ``[batch, tokens]``, of which a forward pass will see only those that the cache does not have.
         """
         columns = int(self._past.get_seq_length())
-        # Before the prompt is computed, all of it has to be there; behind it, what the cache has and a token more.
+        # Before the prompt is computed, all of it has to be there; after it, what the cache has and one more token.
         held, _ = self.tokens(columns)
         wanted = [row.tokens for row in self._rows] if columns < self._prompt else held
         if tokens.shape[1] < max(self._prompt, columns + 1) or not all(
@@ -242,12 +242,12 @@ class Recorder:
             running.require(plain)
 
     def _is_causal_without(self, running: Pass) -> bool:
-        """Whether the kernel hides the future by itself where a kind of layer is given no mask."""
+        """Return whether the kernel hides the future by itself where a kind of layer is given no mask."""
         kernel = self._decoder.config._attn_implementation
         return kernel == "sdpa" and running.first == 0 and running.end > 1 and not self._padding.exists
 
     def _plain(self, mask: Any, running: Pass) -> torch.Tensor | None:
-        """Whether a mask hides the padding and nothing else, on the device; None for one that cannot be told of."""
+        """Return whether a mask hides only the padding, as a bool on the device; None for one not understood."""
         if not isinstance(mask, torch.Tensor) or mask.shape[0] != len(self._rows):
             return None
         self._check_prefix_is_shown(mask)
@@ -288,13 +288,13 @@ class Recorder:
         if self._prefix and not self._prefix_checked and not self._padding.are_positions(positions, running.first):
             self._keep_nothing(OTHER_POSITIONS, spoils_prefix=True)
 
-    def _look_at_places(self, places: Any, running: Pass) -> None:
-        if places is None:
+    def _look_at_columns(self, columns: Any, running: Pass) -> None:
+        if columns is None:
             return
-        if not isinstance(places, torch.Tensor) or places.shape != (running.end - running.first,):
+        if not isinstance(columns, torch.Tensor) or columns.shape != (running.end - running.first,):
             self._keep_nothing("cache_position was not of the length of input_ids")
             return
-        running.require((places == torch.arange(running.first, running.end, device=places.device)).all())
+        running.require((columns == torch.arange(running.first, running.end, device=columns.device)).all())
 
     def tokens(self, columns: int) -> tuple[list[Tokens], str | None]:
         """Tokens of each sequence whose keys and values the cache has, padding left out.
@@ -311,7 +311,7 @@ class Recorder:
         """
         self._cut_what_went()
         if self._prompt_only:
-            # Nobody looked at what came behind.
+            # What came after was not recorded.
             columns = min(columns, self._prompt)
         known = min(self._restored, columns)
         table = np.zeros((len(self._rows), columns), np.int64)

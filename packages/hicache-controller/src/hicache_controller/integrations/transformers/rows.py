@@ -74,7 +74,7 @@ def batch_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     for number, (row, pad) in enumerate(zip(mask, pads, strict=True)):
         if not row[pad:].all() or pad == mask.shape[1]:
             raise UnsupportedError(
-                f"attention_mask of sequence {number} masks tokens behind the first that it shows, or all of them; "
+                f"attention_mask of sequence {number} masks tokens after the first that it shows, or all of them; "
                 "supported is padding on the left"
             )
     return [Row(row[pad:], int(pad)) for row, pad in zip(tokens, pads, strict=True)]
@@ -136,16 +136,16 @@ WORD = torch.int64
 """What rows are copied as where they allow it: a copy that also turns dimensions moves one element a thread."""
 
 
-def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target``, of the same shape and type, in words of 8 bytes if both can be seen as such."""
-    if target.dtype == source.dtype and _holds_words(target) and _holds_words(source):
-        target, source = target.view(WORD), source.view(WORD)
-    target.copy_(source)
+def copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy ``rows`` into ``target``, of the same shape and type, in words of 8 bytes if both can be seen as such."""
+    if target.dtype == rows.dtype and _holds_words(target) and _holds_words(rows):
+        target, rows = target.view(WORD), rows.view(WORD)
+    target.copy_(rows)
 
 
 def _holds_words(tensor: torch.Tensor) -> bool:
     item = tensor.element_size()
     if tensor.dim() == 0 or tensor.stride(-1) != 1 or item >= WORD.itemsize:
         return False
-    places = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
-    return all(place * item % WORD.itemsize == 0 for place in places)
+    elements = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return all(count * item % WORD.itemsize == 0 for count in elements)

@@ -98,7 +98,7 @@ class Session:
         try:
             if columns != (columns := self._take_pages(columns)):
                 hits = [replace(hit, tokens=row.taken) for hit, row in zip(hits, self._rows, strict=True)]
-            # While the first layers are on their way.
+            # While the first layers are being loaded.
             self._cache.check_weights()
             past = self._past = self._new_past()
             past.cached_tokens, past.hits = columns, tuple(hits)
@@ -115,7 +115,7 @@ class Session:
             if tiers.windowed:
                 self._checkpoints.want(self._wanted)
                 self._compute_up_to_checkpoints(past)
-                self._recorder.hand_over()
+                self._recorder.begin_after_prefix()
             GenerateGuard.add(OpenSession(self._cache, past, self._recorder))
         except BaseException:
             self._end(keep=False)
@@ -200,7 +200,7 @@ class Session:
         return len(self._pages[PoolName.SWA][row])
 
     def _fill(self, layer: Any, number: int) -> None:
-        """Copy a layer's rows, or those of its copy, out of the device pools, behind the load that brings them."""
+        """Copy a layer's rows, or those of its copy, out of the device pools, after the load that fills them."""
         if not self._pages:
             raise RuntimeError("the session is over, and this layer was not filled while it lasted")
         counter = self._tiers.controller.layer_done_counter
@@ -256,7 +256,7 @@ class Session:
         if self._checkpoints is None or self._tiers.states is None:
             return
         if not self._tiers.layout.given_tokens:
-            return  # Some of the tokens stand for an image, which the session does not have.
+            return  # Some of the tokens represent an image, which the session does not have.
         device = self._tiers.layout.device
         ids = self._input_ids.to(device)
         mask = None if self._attention_mask is None else self._attention_mask.to(device)
@@ -335,7 +335,7 @@ class Session:
         tiers, tree = self._tiers, self._tiers.tree
         room = tree.device_allocator.page_num
         if tiers.windowed:
-            # Pages behind the last checkpoint are no use, and a checkpoint counts at its own place alone.
+            # Pages after the last checkpoint cannot be used, and a checkpoint counts only at its own position.
             checkpoints = [each for each in checkpoints if each.tokens <= room * tiers.page_size]
             tokens = tokens[: checkpoints[-1].tokens if checkpoints else 0]
         keys = SequenceKeys(tiers.page_size, tokens, namespace=self._namespace)
@@ -359,13 +359,13 @@ class Session:
             tree.release(match)
             raise
         if fresh is not None:
-            self._hand_over(past, index, row, match, fresh, checkpoints)
+            self._insert_pages(past, index, row, match, fresh, checkpoints)
             return
         tree.release(match)
         if count > 0:
             self._cache.log_once(f"the device tier had no room for {count} pages; raise l1_gb to cache longer prompts")
 
-    def _hand_over(
+    def _insert_pages(
         self,
         past: PastCache | StaticPastCache,
         index: int,
@@ -374,7 +374,7 @@ class Session:
         fresh: Pages,
         checkpoints: Sequence[Checkpoint],
     ) -> None:
-        """Fill the pages behind a match and give them to the tree, in pieces that end where a window or state is."""
+        """Fill the pages after a match and insert them into the tree, in pieces that end where a window or state is."""
         tree, size = self._tiers.tree, self._tiers.page_size
         first, given = match.pages, 0
         pieces: list[tuple[int, Checkpoint | None]] = [(each.tokens // size - first, each) for each in checkpoints]
@@ -384,7 +384,7 @@ class Session:
                 if end <= given:
                     continue
                 if given:
-                    # What is behind the match by now may be another session's, and on its way.
+                    # What follows the match by now may be another session's, and still being loaded.
                     match = tree.settle(match)
                     if match.pages < first + given:
                         self._log_failed_load()

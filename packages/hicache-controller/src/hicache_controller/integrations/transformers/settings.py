@@ -22,7 +22,7 @@ from .weights import TensorsMark, tensors_mark
 
 _END = object()
 _MERGED = "merged"
-"""Part of the names of attributes that tell which adapters were added to the weights, which autograd does not see."""
+"""Part of the names of attributes that say which adapters were merged into the weights, which autograd does not see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class SettingsWatch:
         return [each for each in itertools.chain.from_iterable(self._description.weights) if each is not None]
 
     def _holds(self) -> bool:
-        """Whether the description still holds."""
+        """Return whether the description still holds."""
         found = self._description
         if any(found.empty) or self._counts != (list(map(len, found.sized)), list(map(type, found.modules))):
             return False

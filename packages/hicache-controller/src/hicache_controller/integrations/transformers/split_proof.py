@@ -24,12 +24,12 @@ NOISE_FACTOR = 3.0
 without, reached 0.5 times the noise in bfloat16 and float16 and 0.75 in float32, and those that are wrong 20 to 100,000
 times in float32."""
 
-LEAST_ROUNDING = 2.0**-20
+MIN_ROUNDING = 2.0**-20
 """What a rounding changes at least, as a part of a value: norms and rotations are computed in float32 whatever the
 type, and sums of thousands of terms lose three of its bits."""
 
 REACHES = ("index_topk", "mamba_chunk_size", "chunk_size")
-"""Fields of a configuration that say, as windows do, behind how many tokens a layer computes in another way."""
+"""Fields of a configuration that say, as windows do, after how many tokens a layer computes differently."""
 
 LIMITS = ("max_position_embeddings", "max_seq_len")
 """Fields of a configuration that say how many tokens a prompt may have."""
@@ -150,8 +150,8 @@ def _prove(model: Any, layout: ModelLayout, page_size: int) -> Verdict:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return Verdict(
-        f"{type(model).__name__} of transformers {transformers.__version__} computes a prompt in several passes in "
-        f"another way than in one: {reason}. A restored prefix is the first of several passes, so sessions would give "
+        f"{type(model).__name__} of transformers {transformers.__version__} computes a prompt in several passes "
+        f"differently from one: {reason}. A restored prefix is the first of several passes, so sessions would give "
         "other logits than the model does without them. Generate without the cache, as on_unsupported='uncached' does, "
         "or use a version of transformers that is right for this model; check_passes=False skips this check"
     )
@@ -164,8 +164,8 @@ def _difference(
 
     Noise is what the same pass gives next to another prompt, with every embedding changed by one rounding; as it grows
     from layer to layer, so does what is allowed. What differs at some tokens alone, anywhere, is a choice between near
-    equals, and adds to the noise of the layers behind it. A model that is wrong differs at most tokens before or behind
-    the cuts, or at the first token behind most cuts, in the first layer where anything differs.
+    equals, and adds to the noise of the layers after it. A model that is wrong differs at most tokens before or after
+    the cuts, or at the first token after most cuts, in the first layer where anything differs.
     """
     whole, half = chains[0][-1:], chains[0][0]
     # As without sessions: positions are those that the model counts by itself.
@@ -175,14 +175,14 @@ def _difference(
         noisy = _run(model, tokens, whole, DynamicCache(config=model.config))
     several = [_run(model, tokens[:1], ends, _new_cache(layout, model.config), positions) for ends in chains]
     other_end = torch.cat((tokens[:1, :half], tokens[1:, half:]), 1)
-    ahead = _run(model, other_end, whole, DynamicCache(config=model.config))
+    changed_end = _run(model, other_end, whole, DynamicCache(config=model.config))
     noise = rounding
     for number, (name, values) in enumerate(one):
         if not bool(values.isfinite().all()):
             return f"{name} are not all finite"
         noise = max(noise, float(_distances(noisy[number].values, values).max()))
         allowed = NOISE_FACTOR * noise
-        if len(values) == whole[0] and float(_distances(ahead[number].values, values)[:half].median()) > allowed:
+        if len(values) == whole[0] and float(_distances(changed_end[number].values, values)[:half].median()) > allowed:
             return f"{name} depend on the tokens that follow, as in an encoder"
         for ends, rows in zip(chains, several, strict=True):
             distances = _distances(rows[number].values, values)
@@ -233,7 +233,7 @@ def _distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _typical(distances: torch.Tensor, ends: Sequence[int]) -> float:
-    """Return the largest of three medians: of the tokens before the first cut, behind it, and right behind a cut."""
+    """Return the largest of three medians: of the tokens before the first cut, after it, and directly after a cut."""
     first = ends[-1] - len(distances)
     cuts = [cut - first for cut in ends[:-1] if cut >= first]
     begin = cuts[0] if cuts else len(distances)
@@ -248,7 +248,7 @@ def _rounding(layout: ModelLayout) -> float:
     a, b = (torch.randn(256, 256, generator=generator).to(dtype) for _ in range(2))
     exact = a.double() @ b.double()
     error = float(((a.to(layout.device) @ b.to(layout.device)).cpu().double() - exact).norm() / exact.norm())
-    return max(error, torch.finfo(dtype).eps, LEAST_ROUNDING)
+    return max(error, torch.finfo(dtype).eps, MIN_ROUNDING)
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from ...tree import UnifiedRadixCache, WindowComponent
 from .model_layout import AttentionShape, ModelLayout, StatesShape
 
 PAGE_ROW_BYTES = 64 << 10
-"""Bytes of keys a layer and page should have: a copy that wide runs at the speed of the bus, beside compute too."""
+"""Bytes of keys a layer and page should have: a copy that wide runs at the speed of the bus, also during compute."""
 
-SMALLEST_PAGE, LARGEST_PAGE = 16, 256
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 16, 256
 
 STORAGE_BATCH_PAGES = 1024
 """Pages of one call to storage: sessions wait for all of a piece anyway, and a call costs half a millisecond. Of what
@@ -42,9 +42,9 @@ STORAGE_WAIT_SECONDS = 30.0
 """How long a session waits for storage: no scheduler is held up, and computing a prompt anew mostly takes longer."""
 
 WINDOWED_SHARE = 0.3
-"""Part of a tier for windows and states, where the model has any beside full attention."""
+"""Part of a tier for windows and states of models that have full attention too."""
 
-FEWEST_CHECKPOINTS = 8
+MIN_CHECKPOINTS = 8
 """Windows or states a tier holds at least: a session may need three at once."""
 
 
@@ -68,13 +68,13 @@ class Tiers:
     page_size
         Tokens a page.
     window_tokens
-        Tokens behind the end of a prefix that windowed layers need, 0 without such layers.
+        Tokens before the end of a prefix that windowed layers need, 0 without such layers.
     window_pages
         Pages these lie in.
     kv, index, sliding, states
         Device pools; None where the model has no such layers.
     group, controller, tree
-        Host pools, transfers, and the books.
+        Host pools, transfers, and what is cached where.
     """
 
     layout: ModelLayout
@@ -95,7 +95,7 @@ class Tiers:
 
     @property
     def windowed(self) -> bool:
-        """Whether a prefix can be continued only where a window or a state was saved."""
+        """Return whether a prefix can be continued only where a window or a state was saved."""
         return self.sliding is not None or self.states is not None
 
     @property
@@ -133,8 +133,8 @@ def default_page_size(layout: ModelLayout) -> int:
     """Return the smallest power of two that makes a layer's share of a page large enough for fast copies."""
     layers = layout.full or layout.sliding
     row = max(1, layout.attention_of(layers, "keys and values").key.bytes)
-    page = SMALLEST_PAGE
-    while page < LARGEST_PAGE and page * row < PAGE_ROW_BYTES:
+    page = MIN_PAGE_SIZE
+    while page < MAX_PAGE_SIZE and page * row < PAGE_ROW_BYTES:
         page *= 2
     return page
 
@@ -267,14 +267,14 @@ def _split(name: str, size: int, sizes: _PageBytes) -> TierPages:
     checkpoints = 0
     if sizes.checkpoint:
         share = WINDOWED_SHARE if sizes.kv else 1.0
-        checkpoints = max(FEWEST_CHECKPOINTS, int(size * share) // sizes.checkpoint)
+        checkpoints = max(MIN_CHECKPOINTS, int(size * share) // sizes.checkpoint)
     left = size - checkpoints * sizes.checkpoint
     # Without full attention a page of the anchor is a number and no bytes; windows are what limits.
     pages = left // sizes.kv if sizes.kv else checkpoints * max(64, sizes.window_pages)
     if left < 0 or pages < 1:
-        least = FEWEST_CHECKPOINTS * sizes.checkpoint + sizes.kv
+        least = MIN_CHECKPOINTS * sizes.checkpoint + sizes.kv
         need = (
-            f"a page of this model and {FEWEST_CHECKPOINTS} windows or states need"
+            f"a page of this model and {MIN_CHECKPOINTS} windows or states need"
             if checkpoints
             else ("a page of this model needs")
         )

@@ -25,11 +25,11 @@ from .options import EngineOptions
 
 _SLOW_SECONDS = 2.0
 _ROOM = 1.1  # of the tiers, over the bytes of the longest prompt
-_LEAST_BYTES = 64 << 20
+_MIN_BYTES = 64 << 20
 
 
 class BenchError(RuntimeError):
-    """A measurement that would not mean what it says; the message tells why."""
+    """A measurement that would be wrong; the message says why."""
 
 
 class _KeepNothingError(Exception):
@@ -43,7 +43,7 @@ class PromptTimes:
     Attributes
     ----------
     prompt, computed
-        Tokens of the prompt, and those of them behind the prefix.
+        Tokens of the prompt, and those of them after the prefix.
     prefill
         Time to first token without any cache.
     l1, l2, l3
@@ -52,8 +52,7 @@ class PromptTimes:
     offloaded
         The same from transformers' own offloaded cache, which keeps the keys and values of one sequence on the host.
     load_bytes, load_seconds, load_path
-        Bytes that one load moves from the host to the device, the mean time that takes it on the device's clock, and
-        the way it goes.
+        Bytes that one load moves from the host to the device, its mean time on the device's clock, and its path.
     fetch_seconds
         Mean time that the pages of one prompt take from files to the host.
     copy
@@ -141,7 +140,7 @@ class EngineBench:
 
     def _build(self) -> None:
         options = self.options
-        room = max(_ROOM * max(options.prompts) * options.token_bytes, _LEAST_BYTES)
+        room = max(_ROOM * max(options.prompts) * options.token_bytes, _MIN_BYTES)
         on_device = room + options.shape.parameters * ELEMENT_BYTES[options.dtype]
         HostMemoryBudget().check(int(room + (on_device if self.device.type == "cpu" else 0)))
         self.model = random_model(
@@ -287,7 +286,7 @@ class EngineBench:
         seconds.append(time.perf_counter() - begin)
 
     def _forward(self, tokens: torch.Tensor, past: Any) -> torch.Tensor:
-        """Logits behind the last of some tokens."""
+        """Logits after the last of some tokens."""
         options = {self._cache_argument: past}
         output = self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **options)
         logits: torch.Tensor = output.logits[0, -1]
@@ -349,7 +348,7 @@ class EngineBench:
 
         def proceed() -> tuple[float, torch.Tensor]:
             with self._clock() as seconds:
-                # A cache that was just filled has its first layer on the device; here it starts on its way now.
+                # A cache that was just filled has its first layer on the device already; here its load starts now.
                 past.prefetch(0, past.only_non_sliding)
                 logits = self._forward(prompt[:, prefix:], past)
                 logits.argmax().item()
@@ -359,13 +358,13 @@ class EngineBench:
 
     def _plain_copy(self, size: int) -> float:
         pinned = self.device.type != "cpu"
-        source = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         samples = []
         for _ in range(self.options.repeats + 1):
             self._synchronize()
             begin = time.perf_counter()
-            target.copy_(source, non_blocking=True)
+            target.copy_(host, non_blocking=True)
             self._synchronize()
             samples.append(time.perf_counter() - begin)
         return median(samples[1:])

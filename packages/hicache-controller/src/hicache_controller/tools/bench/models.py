@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_LARGEST = {"layers": 4096, "vocabulary": 1 << 24}
-_LARGEST_WIDTH = 1 << 20
+_MAX_VALUES = {"layers": 4096, "vocabulary": 1 << 24}
+_MAX_WIDTH = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            largest = _LARGEST.get(field.name, _LARGEST_WIDTH)
+            largest = _MAX_VALUES.get(field.name, _MAX_WIDTH)
             if not 0 < value <= largest:
                 raise ValueError(f"{field.name} is {value}; accepted is 1 to {largest}")
         if self.heads % self.kv_heads:

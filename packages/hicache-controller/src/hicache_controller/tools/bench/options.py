@@ -11,8 +11,8 @@ from .models import ModelShape
 TIERS = ("l1", "l2", "l3")
 DTYPES = ("float32", "bfloat16", "float16")
 
-_LARGEST = {"tail": 1 << 24, "repeats": 10_000, "page_size": 1 << 20, "chunk": 1 << 24, "storage_threads": 256}
-_MOST_TOKENS = 1 << 24
+_MAX_VALUES = {"tail": 1 << 24, "repeats": 10_000, "page_size": 1 << 20, "chunk": 1 << 24, "storage_threads": 256}
+_MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EngineOptions:
     prompts
         Lengths of prompts in tokens, tail included.
     tail
-        Tokens behind the cached prefix, which are computed in every case; more where the prefix ends inside a page.
+        Tokens after the cached prefix, which are computed in every case; more if the prefix ends inside a page.
     tiers
         Some of :data:`TIERS`. L1, the time that is left to compute, is measured with any of them.
     page_size
@@ -54,7 +54,7 @@ class EngineOptions:
     storage_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name, largest in _LARGEST.items():
+        for name, largest in _MAX_VALUES.items():
             value = getattr(self, name)
             if value is not None and not 0 < value <= largest:
                 raise ValueError(f"{name} is {value}; accepted is 1 to {largest}")
@@ -62,9 +62,9 @@ class EngineOptions:
             raise ValueError("prompts is empty; at least one length is needed")
         least = self.tail + (self.page_size or 1)
         for tokens in self.prompts:
-            if not least <= tokens <= _MOST_TOKENS:
+            if not least <= tokens <= _MAX_TOKENS:
                 raise ValueError(
-                    f"prompts has one of {tokens} tokens; accepted is {least}, a page and the tail, to {_MOST_TOKENS}"
+                    f"prompts has one of {tokens} tokens; accepted is {least}, a page and the tail, to {_MAX_TOKENS}"
                 )
         unknown = [tier for tier in self.tiers if tier not in TIERS]
         if unknown:

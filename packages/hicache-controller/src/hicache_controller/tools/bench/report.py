@@ -40,7 +40,7 @@ class Target(NamedTuple):
     at_least: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value is within the limit."""
+        """Return whether a value is within the limit."""
         return value >= self.limit if self.at_least else value <= self.limit
 
 
@@ -122,7 +122,9 @@ def show(report: EngineReport, console: Console) -> None:
     names = [name for name in timed if any(getattr(row, name) is not None for row in report.times)]
     heads = [name.upper() if name[0] == "l" else _HEADS.get(name, name) for name in names]
     times = _table("time to first token, ms", "prompt", "left", *heads)
-    moved = _table("what moved, and how long that takes, ms", "prompt", "MB", "way", "load", "plain copy", "from files")
+    moved = _table(
+        "what moved, and how long that takes, ms", "prompt", "MB", "path", "load", "plain copy", "from files"
+    )
     for row in report.times:
         times.add_row(str(row.prompt), str(row.computed), *(_milliseconds(getattr(row, name)) for name in names))
         took = (row.load_seconds, row.copy, row.fetch_seconds)

@@ -59,7 +59,7 @@ def capacity(
     """Plan capacity: tokens a tier, how long they stay, time to load a prompt against recomputing it.
 
     Give the model's shape (--layers with --kv-heads and --head-dim, or with --latent-dim) or --config. Sizes are those
-    of one rank. With --trace the expected hits come from a replay that keeps the books and moves no bytes.
+    of one rank. With --trace the expected hits come from a replay that moves no bytes.
     """
     check_results(json_file, None, config, trace)
     try:
@@ -102,7 +102,7 @@ def model_geometry(
     given = {name: value for name, value in shape.items() if value is not None}
     if config is not None:
         if given:
-            raise CapacityError(f"--config is given beside --{next(iter(given)).replace('_', '-')}; accepted is one")
+            raise CapacityError(f"--config and --{next(iter(given)).replace('_', '-')} are both given; accepted is one")
         path = config / "config.json" if config.is_dir() else config
         fields = read_json("--config", path)
         if not isinstance(fields, dict):

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..dtypes import ELEMENT_BYTES
 
-_LARGEST = 1 << 31
-_MOST_LAYERS = 1 << 16
-_LARGEST_BYTES = 1 << 62
+_MAX_VALUE = 1 << 31
+_MAX_LAYERS = 1 << 16
+_MAX_BYTES = 1 << 62
 _INDEX_SCALE_VALUES = 128  # index keys of DSA share a float32 scale so many at a time, as in DSATokenToKVPool
 _STATE_KINDS = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid")
 _ATTENTION_KINDS = ("full_attention", "attention", "global_attention", "indexed_attention", "hybrid")
@@ -48,8 +48,8 @@ class ModelGeometry:
         if self.token_bytes <= 0:
             raise CapacityError(f"token_bytes is {self.token_bytes}; a model needs layers that keep every token")
         for name in ("token_bytes", "window_bytes", "window_tokens", "state_bytes"):
-            if not 0 <= getattr(self, name) <= _LARGEST_BYTES:
-                raise CapacityError(f"{name} is {getattr(self, name)}; accepted is 0 to {_LARGEST_BYTES}")
+            if not 0 <= getattr(self, name) <= _MAX_BYTES:
+                raise CapacityError(f"{name} is {getattr(self, name)}; accepted is 0 to {_MAX_BYTES}")
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page of the anchor: ``page_size`` tokens of the layers that keep every token."""
@@ -102,7 +102,7 @@ def geometry_from_config(
         Tensor-parallel ranks. KV heads are divided among them (copied where there are fewer heads than ranks), an MLA
         latent is on every rank.
     state_bytes
-        Bytes of one recurrent state on this rank, all layers: no ``config.json`` tells how an engine keeps it.
+        Bytes of one recurrent state on this rank, all layers: no ``config.json`` says how an engine keeps it.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def _head_dim(config: Mapping[str, Any], kind: str = "") -> int:
 
 def _whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     value = config.get(name)
-    largest = _MOST_LAYERS if name == "num_hidden_layers" else _LARGEST
+    largest = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_VALUE
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
         raise CapacityError(
             f"config has {name} {reprlib.repr(value)}; a whole number from {least} to {largest} is expected"
@@ -206,6 +206,6 @@ def _listed(config: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _check_size(name: str, value: int) -> None:
-    largest = _MOST_LAYERS if name == "layers" else _LARGEST
+    largest = _MAX_LAYERS if name == "layers" else _MAX_VALUE
     if not 0 < value <= largest:
         raise CapacityError(f"{name} is {value}; accepted is 1 to {largest}")

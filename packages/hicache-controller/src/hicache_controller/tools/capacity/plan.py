@@ -1,7 +1,7 @@
 """Capacity planning: what each tier holds of a model's cache, how long, and what loading costs against recomputing.
 
 ``hicache capacity`` shows it. Nothing here touches a device: sizes are arithmetic, hit rates come from a replay of a
-trace that keeps the books and moves no bytes.
+trace that moves no bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .geometry import CapacityError, ModelGeometry
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
-_LARGEST_SIZE = 1 << 62
+_MAX_SIZE = 1 << 62
 _RATES = (1e-9, 1e18)
 
 
@@ -36,8 +36,8 @@ def parse_bytes(text: str) -> int:
         )
     base = 1024 if found[3] else 1000
     size = int(Fraction(found[1]) * base ** _UNITS[found[2].upper()])
-    if size > _LARGEST_SIZE:
-        raise CapacityError(f"size is {text!r}; at most {_LARGEST_SIZE} bytes are accepted")
+    if size > _MAX_SIZE:
+        raise CapacityError(f"size is {text!r}; at most {_MAX_SIZE} bytes are accepted")
     return size
 
 
@@ -161,8 +161,8 @@ def plan_capacity(
         ("page_size", page_size, 1),
         ("prompt_tokens", prompt_tokens, 1),
     ):
-        if not least <= size <= _LARGEST_SIZE:
-            raise CapacityError(f"{name} is {size}; accepted is {least} to {_LARGEST_SIZE}")
+        if not least <= size <= _MAX_SIZE:
+            raise CapacityError(f"{name} is {size}; accepted is {least} to {_MAX_SIZE}")
     for name, rate in (
         ("bus_bytes_per_second", bus_bytes_per_second),
         ("requests_per_second", requests_per_second),
@@ -282,7 +282,7 @@ def expected_hits(requests: Sequence[TraceRequest], plan: CapacityPlan) -> Expec
                 f"{name} holds {blocks[name] * BLOCK_TOKENS} tokens; the largest request of the trace needs "
                 f"{largest * BLOCK_TOKENS}"
             )
-    # More than this is never in use, and books of pages cost memory.
+    # More than this is never in use, and tracking pages costs memory.
     most = largest + 2 * len({block for request in requests for block in request.blocks})
     options = ReplayOptions(
         pool="mla",

@@ -6,7 +6,7 @@ module           holds
 ``plans``        which pools a model of each kind has, and what their rows look like
 ``options``      what to replay against, and what of it cannot work
 ``model``        the pools, groups and allocators of a replay
-``payload``      the bytes that stand in for computed KV
+``payload``      the bytes used in place of computed KV
 ``rows``         filling device rows and checking them
 ``key_storage``  storage of keys alone, where no bytes move
 ``results``      what a replay saw

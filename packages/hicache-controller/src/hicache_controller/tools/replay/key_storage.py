@@ -1,4 +1,4 @@
-"""A storage of keys alone, for replays that keep the books and move no bytes."""
+"""A storage of keys alone, for replays that move no bytes."""
 
 from __future__ import annotations
 

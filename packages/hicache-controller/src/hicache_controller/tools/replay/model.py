@@ -69,9 +69,9 @@ def build_model(options: ReplayOptions) -> ReplayModel:
         Where the device has no memory for them.
     """
     plans = options.plans
-    # Without rows a page's tokens need no slots of their own; one slot stands for the page.
+    # Without rows a page's tokens need no slots of their own; one slot is enough for the page.
     slots_per_page = options.page_size if options.data else 1
-    rows, group = _with_bytes(options, plans) if options.data else (None, _books(options, plans))
+    rows, group = _with_bytes(options, plans) if options.data else (None, _without_bytes(options, plans))
     windows = tuple(WindowComponent(plan.name, plan.window_pages) for plan in plans if plan.window_pages)
     allocator = ExtentAllocator(options.l1_pages, slots_per_page)
     _let_alloc(group.anchor_entry, allocator)
@@ -86,7 +86,7 @@ def _let_alloc(entry: PoolEntry, allocator: ExtentAllocator) -> None:
     entry.device_alloc_fn, entry.device_free_fn = allocator.alloc, allocator.free
 
 
-def _books(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> HostPoolGroup:
+def _without_bytes(options: ReplayOptions, plans: tuple[PoolPlan, ...]) -> HostPoolGroup:
     """Make pools without bytes, of the anchor and of those with slots of their own."""
     sizes = {PoolName.KV: options.l2_pages}
     sizes |= {plan.name: options.pool_pages(plan)[1] for plan in plans if plan.window_pages is not None}
@@ -136,7 +136,7 @@ def _host_pools(
             packed_draft_device_pools=[plan.describe(draft, plan.page_size)] if plan.packed_draft_layers else (),
             layout=HostLayout.PAGE_FIRST if plan.page_size == 1 and layout is HostLayout.LAYER_FIRST else None,
         )
-    # The ratio sizes an anchor without bytes, whose pages no pool tells; the half keeps rounding from taking one away.
+    # The ratio sizes an anchor without bytes, as no pool has its number of pages; the half makes up for rounding down.
     device_pages, host_pages = sizes[plans[0].name]
     ratio = (host_pages + 0.5) / device_pages
     return build_host_pool_group(specs, page_size=page_size, host_to_device_ratio=ratio, layout=layout)

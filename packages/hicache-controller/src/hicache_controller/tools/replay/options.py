@@ -18,18 +18,18 @@ from .plans import Geometry, PoolPlan, model_pools
 STORAGES = ("file", "memory", "mooncake")
 """Backends that a replay knows the options of."""
 
-_LARGEST = {
+_MAX_VALUES = {
     "block_tokens": 1 << 20,
     "l1_pages": (1 << 31) - 1,
     "l2_pages": (1 << 31) - 1,
     "checkpoint_blocks": 1 << 30,
 }
-_LARGEST_CHECKPOINTS = 1 << 24
-_LARGEST_BYTES = 1 << 60
-_MOST_TOKENS = 1 << 26
+_MAX_CHECKPOINTS = 1 << 24
+_MAX_BYTES = 1 << 60
+_MAX_TOKENS = 1 << 26
 """Of one request: all of them are hashed at once."""
 
-_FEWEST_WINDOWS = 4
+_MIN_WINDOWS = 4
 """Windows a pool must hold: the match's, the next checkpoint's, and as many that are still being written."""
 
 
@@ -53,10 +53,10 @@ class ReplayOptions:
     window_tokens
         Tokens a sliding window sees.
     block_tokens
-        Tokens a block of the trace stands for; a multiple of ``page_size``.
+        Tokens of a block of the trace; a multiple of ``page_size``.
     checkpoint_blocks
-        After how many blocks of a request its windows and states are kept, besides at its end; a prefix can be found
-        again where they were.
+        After how many blocks of a request its windows and states are kept, in addition to its end; a prefix can be
+        continued where they were.
     l1_pages, l2_pages
         Pages of the device and the host pool of attention.
     l1_checkpoints, l2_checkpoints
@@ -152,26 +152,26 @@ class ReplayOptions:
 
     @property
     def uses_mooncake(self) -> bool:
-        """Whether pages go to a Mooncake store."""
+        """Return whether pages go to a Mooncake store."""
         return self.data and self.storage == "mooncake" and self.l3_bytes != 0
 
     def _check_numbers(self) -> None:
-        for name in _LARGEST:
+        for name in _MAX_VALUES:
             value = getattr(self, name)
-            if not 0 < value <= _LARGEST[name]:
-                raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST[name]}")
+            if not 0 < value <= _MAX_VALUES[name]:
+                raise ReplayError(f"{name} is {value}; accepted is 1 to {_MAX_VALUES[name]}")
         for name in ("l1_checkpoints", "l2_checkpoints"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= _LARGEST_CHECKPOINTS:
-                raise ReplayError(f"{name} is {value}; accepted is 1 to {_LARGEST_CHECKPOINTS}")
+            if value is not None and not 0 < value <= _MAX_CHECKPOINTS:
+                raise ReplayError(f"{name} is {value}; accepted is 1 to {_MAX_CHECKPOINTS}")
         if self.row_bytes % 4:
             raise ReplayError(f"row_bytes is {self.row_bytes}; a multiple of 4 is expected")
         if self.block_tokens % self.page_size:
             raise ReplayError(f"block_tokens is {self.block_tokens}, no multiple of page_size {self.page_size}")
         for name in ("l3_bytes", "mooncake_segment_bytes"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= _LARGEST_BYTES:
-                raise ReplayError(f"{name} is {value}; accepted is 0 (none) to {_LARGEST_BYTES}")
+            if value is not None and not 0 <= value <= _MAX_BYTES:
+                raise ReplayError(f"{name} is {value}; accepted is 0 (none) to {_MAX_BYTES}")
         if self.uses_mooncake and ":" not in self.mooncake_master:
             raise ReplayError(f"mooncake_master is {self.mooncake_master!r}; host:port is expected")
 
@@ -189,10 +189,10 @@ class ReplayOptions:
 
     def _check_room(self, requests: Sequence[TraceRequest], plans: Sequence[PoolPlan]) -> None:
         blocks = max(len(request.blocks) for request in requests)
-        if blocks * self.block_tokens > _MOST_TOKENS:
+        if blocks * self.block_tokens > _MAX_TOKENS:
             raise ReplayError(
                 f"block_tokens is {self.block_tokens}; the largest request of the trace has {blocks} blocks, and at "
-                f"most {_MOST_TOKENS} tokens are accepted"
+                f"most {_MAX_TOKENS} tokens are accepted"
             )
         largest = blocks * self.pages_per_block
         for name, tier in (("l1_pages", "device"), ("l2_pages", "host")):
@@ -201,11 +201,11 @@ class ReplayOptions:
                     f"{name} is {getattr(self, name)}; the largest request of the trace needs {largest} {tier} pages"
                 )
         for plan in plans:
-            fewest = _FEWEST_WINDOWS * (plan.window_pages or 0)
+            least = _MIN_WINDOWS * (plan.window_pages or 0)
             for name, pages in zip(("l1_checkpoints", "l2_checkpoints"), self.pool_pages(plan), strict=True):
-                if pages < fewest:
+                if pages < least:
                     raise ReplayError(
-                        f"{name} is {getattr(self, name)}, which gives {plan.name} {pages} pages; it needs {fewest}"
+                        f"{name} is {getattr(self, name)}, which gives {plan.name} {pages} pages; it needs {least}"
                     )
 
     @property
@@ -217,13 +217,13 @@ class ReplayOptions:
         """Pages of a pool on the device and on the host."""
         if plan.window_pages is None:
             return self.l1_pages, self.l2_pages
-        # Windows that are longer than the way from one checkpoint to the next share pages.
+        # Windows that are longer than the distance between checkpoints share pages.
         between = self.checkpoint_blocks * self.pages_per_block
         each = min(plan.window_pages, between)
 
         def pages(checkpoints: int | None, attention_pages: int) -> int:
             if checkpoints is None:
-                return max(-(-attention_pages // between) * each, _FEWEST_WINDOWS * (plan.window_pages or 0))
+                return max(-(-attention_pages // between) * each, _MIN_WINDOWS * (plan.window_pages or 0))
             return checkpoints * each
 
         return pages(self.l1_checkpoints, self.l1_pages), pages(self.l2_checkpoints, self.l2_pages)

@@ -1,4 +1,4 @@
-"""Bytes that stand in for computed KV: a function of (prefix hash, position, layer, component) alone."""
+"""Bytes used in place of computed KV: a function of (prefix hash, position, layer, component) alone."""
 
 from __future__ import annotations
 

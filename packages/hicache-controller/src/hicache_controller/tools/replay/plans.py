@@ -22,7 +22,7 @@ Tensors: TypeAlias = "Mapping[str, list[torch.Tensor]]"
 _STATE_ROWS = 16
 _CONVOLUTION_TAPS = 4
 _C4, _C128 = 4, 128
-_LARGEST = {"layers": 4096, "row_bytes": 1 << 20, "page_size": 1 << 20, "window_tokens": 1 << 30}
+_MAX_VALUES = {"layers": 4096, "row_bytes": 1 << 20, "page_size": 1 << 20, "window_tokens": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class PoolPlan:
     buffers
         Its buffer families.
     layers
-        The model's layers that it stands for.
+        The model's layers that it serves.
     page_size
         Slots a page: the model's, or 1 for states.
     window_pages
@@ -268,7 +268,7 @@ def model_pools(kind: str, geometry: Geometry) -> tuple[PoolPlan, ...]:
     """
     if kind not in _MODELS:
         raise ValueError(f"pool is {kind!r}; one of {', '.join(POOLS)} is expected")
-    for name, largest in _LARGEST.items():
+    for name, largest in _MAX_VALUES.items():
         value = getattr(geometry, name)
         if not 0 < value <= largest:
             raise ValueError(f"{name} is {value}; accepted is 1 to {largest}")
@@ -280,6 +280,6 @@ def model_pools(kind: str, geometry: Geometry) -> tuple[PoolPlan, ...]:
             if plan.page_size % buffer.slots_per_row:
                 raise ValueError(
                     f"page_size is {plan.page_size}; pool {kind} needs a multiple of {buffer.slots_per_row}, as a row "
-                    f"of {plan.name} stands for as many tokens"
+                    f"of {plan.name} covers as many tokens"
                 )
     return plans

@@ -12,7 +12,7 @@ class VerificationError(RuntimeError):
 
 @dataclass
 class PathCounts:
-    """One way between two tiers: bytes, the seconds it was busy, pages and runs of neighbouring host pages."""
+    """One path between two tiers: bytes, the seconds it was busy, pages and runs of neighbouring host pages."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -39,7 +39,7 @@ class PoolCounts:
     written_back, loaded_back
         Pages from device to host, and from host to device.
     stored, fetched
-        Pages that storage took (also where it had them), and that it gave.
+        Pages that were stored (or were in storage already), and that were loaded from storage.
     rows_verified
         Rows compared bit for bit with what they must hold.
     """

@@ -61,7 +61,7 @@ class _Buffer(NamedTuple):
 
 
 class Rows:
-    """Device tensors of a model, as rows of bytes that follow from page key, place, layer, pool and component.
+    """Device tensors of a model, as rows of bytes that are a function of page key, position, layer, pool and component.
 
     Parameters
     ----------

@@ -153,7 +153,7 @@ class Replay:
         return self.cache.finish_prefetch(started)
 
     def _verify(self, match: Match, keys: Sequence[bytes], on_device: int) -> None:
-        """Check what was loaded: pages behind those that were on the device, and the windows at the end."""
+        """Check what was loaded: pages after those that were on the device, and the windows at the end."""
         if self.rows is None:
             return
         cache, report = self.cache, self.report
@@ -176,7 +176,7 @@ class Replay:
                 last = keys[max(match.pages, end - window.window_pages) : end]
                 mine = cache.alloc_window(window.name, len(last))
                 if mine is None:
-                    raise ReplayError(f"no room for {len(last)} device pages of {window.name} beside those in use")
+                    raise ReplayError(f"no room for {len(last)} more device pages of {window.name}")
                 if self.rows is not None:
                     self.rows.fill(last, mine, window.name)
                 windows[str(window.name)] = mine
@@ -224,7 +224,7 @@ class Replay:
             return KeyStorage(sizes, options.l3_bytes)
         if options.storage == "memory":
             return MemoryStorage(options.l3_bytes)
-        # The rows are a function of token ids, place and component, whatever the trace: one "model" for all.
+        # The rows are a function of token ids, position and component, whatever the trace: one "model" for all.
         fingerprint = Fingerprint("hicache-replay", revision="1")
         if options.storage == "mooncake":
             try:
