@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.house.measure import PACKAGES, ROOT, modules
 
 from hicache_controller import HiCacheController
 from hicache_controller.devices import CpuDevice
@@ -14,12 +16,10 @@ from hicache_kernels import StagingRing, paths
 from hicache_pools import ExtentAllocator, HostPoolGroup, MHATokenToKVPool, MHATokenToKVPoolHost, PoolEntry
 
 MAX_FRAMES, MAX_FILES = 12, 8
-MAX_CONTROLLER_FRAMES, MAX_CONTROLLER_FILES = 7, 5
-PACKAGES = ("hicache_controller", "hicache_pools", "hicache_kernels")
 
 
 class Recorder:
-    """A compiled module whose functions note the frames of ours that they are called from, the innermost first."""
+    """A compiled module whose functions note file and name of each of our frames above them, the innermost first."""
 
     def __init__(self, module, chains):
         self._module = module
@@ -29,13 +29,13 @@ class Recorder:
         function = self._module[name]
 
         def call(*arguments):
-            frame, files = sys._getframe(1), []
+            frame, frames = sys._getframe(1), []
             while frame is not None:
                 path = Path(frame.f_code.co_filename)
                 if not set(PACKAGES).isdisjoint(path.parts):
-                    files.append(path)
+                    frames.append((path, frame.f_code.co_qualname))
                 frame = frame.f_back
-            self._chains.append((name, files))
+            self._chains.append((name, frames))
             return function(*arguments)
 
         return call
@@ -56,12 +56,8 @@ def chains(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("policy", ["staged", "direct"])
-@pytest.mark.parametrize("whole_pools", [True, False], ids=["by_pools", "by_layers"])
-def test_a_transfer_started_by_the_scheduler_is_twelve_calls_from_the_compiled_one(
-    monkeypatch, chains, policy, whole_pools
-):
-    """With the transfer run in the thread that starts it, and as on a GPU with one call for all layers of a pool."""
+def walked(chains, monkeypatch, policy, whole_pools):
+    """Write back and load two pages in the thread that starts it; return the chains of each."""
     monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
     monkeypatch.setattr(CpuDevice, "loads_whole_pools", whole_pools)
     device_pool = MHATokenToKVPool(96, 16, torch.bfloat16, 2, 8, 2)
@@ -89,10 +85,36 @@ def test_a_transfer_started_by_the_scheduler_is_twelve_calls_from_the_compiled_o
         controller.shutdown()
     for found in (writes, chains):
         assert {name for name, _ in found} - {"scan_indices"}
-    for name, files in [*writes, *chains]:
-        controller_files = [path for path in files if "hicache_controller" in path.parts]
-        described = [f"{path.parent.name}/{path.name}" for path in files]
-        assert len(controller_files) <= MAX_CONTROLLER_FRAMES, (name, described)
-        assert len(set(controller_files)) <= MAX_CONTROLLER_FILES, (name, described)
-        assert len(files) <= MAX_FRAMES, (name, described)
-        assert len(set(files)) <= MAX_FILES, (name, described)
+    return writes, list(chains)
+
+
+@pytest.mark.parametrize("policy", ["staged", "direct"])
+@pytest.mark.parametrize("whole_pools", [True, False], ids=["by_pools", "by_layers"])
+def test_a_transfer_started_by_the_scheduler_is_twelve_calls_from_the_compiled_one(
+    monkeypatch, chains, policy, whole_pools
+):
+    """As on a GPU with one call for all layers of a pool, and by layers."""
+    writes, loads = walked(chains, monkeypatch, policy, whole_pools)
+    for name, frames in [*writes, *loads]:
+        described = [f"{path.parent.name}/{path.name} {function}" for path, function in frames]
+        assert len(frames) <= MAX_FRAMES, (name, described)
+        assert len({path for path, _ in frames}) <= MAX_FILES, (name, described)
+
+
+def test_the_page_on_architecture_shows_the_chains_as_they_are(monkeypatch, chains):
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    lists = [section.split("\n\n")[0] for section in page.split("\n\n1. ")[1:]]
+    shown = [re.findall(r"`(hicache_[\w/]+\.py)`: `([\w.]+)`", section) for section in lists]
+    for described, found in zip(shown, walked(chains, monkeypatch, "staged", True), strict=True):
+        (frames,) = [frames for name, frames in found if name in ("write_back", "load")]
+        files = [path.as_posix().split("/src/")[-1].split("site-packages/")[-1] for path, _ in reversed(frames)]
+        assert described == [(file, function) for file, (_, function) in zip(files, reversed(frames), strict=True)]
+
+
+def test_the_page_on_architecture_names_files_that_are_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and ".py`" in line]
+    assert len(rows) > 8
+    for row in rows:
+        for file in re.findall(r"`([\w/]+\.py)`", row):
+            assert any(file in modules(package) for package in PACKAGES), row
