@@ -376,6 +376,7 @@ class HiCacheController:
         """
         with self.engine_calls:
             self._check_open()
+            self.storage.need_backend()
             transfers = self._with_sidecars(pool_transfers)
             parts, uses = storage_parts(self._slots, Access.READ, host_indices, keys, parents, transfers)
             self.storage.backup(parts, node_id, uses, self._slots.failed_writer(Direction.WRITE_BACK, uses))
@@ -408,6 +409,7 @@ class HiCacheController:
         """
         with self.engine_calls:
             self._check_open()
+            self.storage.need_backend()
             transfers = self._with_sidecars(pool_transfers)
             parts, uses = storage_parts(self._slots, Access.WRITE, host_indices, keys, None, transfers)
             return self.storage.prefetch(parts, request_id, uses)
