@@ -174,6 +174,7 @@ def test_backup_blocks_while_the_queue_is_full(make_stack, in_thread):
     returned = threading.Event()
 
     def third():
+        stack.controller.adopt_thread()
         stack.controller.backup(host[16:], stack.keys(2), node_id=2)
         returned.set()
 
@@ -181,6 +182,7 @@ def test_backup_blocks_while_the_queue_is_full(make_stack, in_thread):
     assert not returned.is_set()
     stack.storage.set_gate.open()
     thread.join()
+    stack.controller.adopt_thread()
     acks = []
     while len(acks) < 3:
         acks += stack.controller.poll_backups(wait=True)
@@ -441,16 +443,22 @@ def test_detach_finishes_backups_and_cancels_prefetches_in_flight(make_stack, in
     stack.storage.set_gate.wait_entered()
     cancel, cancelled = running.cancel, threading.Event()
 
-    def tell():
+    def note():
         cancel()
         cancelled.set()
 
-    monkeypatch.setattr(running, "cancel", tell)
-    detach = in_thread(stack.controller.detach_storage_backend)
+    monkeypatch.setattr(running, "cancel", note)
+
+    def detach_elsewhere():
+        stack.controller.adopt_thread()
+        stack.controller.detach_storage_backend()
+
+    detach = in_thread(detach_elsewhere)
     assert cancelled.wait(30)
     stack.storage.get_gate.open()
     stack.storage.set_gate.open()
     detach.join()
+    stack.controller.adopt_thread()
     assert (running.wait(), waiting.wait()) == (2, 0)
     acks = stack.controller.poll_backups(wait=True)
     assert [(ack.node_id, ack.stored_pages) for ack in acks] == [(1, 2), (2, 2)]

@@ -29,7 +29,7 @@ def test_storage_that_hangs_is_a_miss_and_is_left_alone_for_a_while(make_stack):
     assert stack.controller.storage_exists(keys) == 2
 
 
-def test_nobody_waits_for_storage_while_a_lookup_that_hangs_is_out(make_stack):
+def test_no_call_waits_for_storage_while_a_lookup_that_hangs_is_out(make_stack):
     stack = make_stack(storage=True, storage_settings=StorageSettings(back_off_seconds=0))
     keys, _ = stack.stored(2)
     stack.wait_at_most(0.01)
@@ -51,12 +51,14 @@ def test_a_lookup_that_a_scheduler_gave_up_is_waited_for_by_who_has_the_time(mak
     gate.wait_entered()
 
     def wait():
+        stack.controller.adopt_thread()
         with stack.controller.storage.one_call(30):
             found.append(stack.controller.storage_exists(keys))
 
     thread = in_thread(wait)
     gate.open()
     thread.join()
+    stack.controller.adopt_thread()
     assert found == [2]
 
 

@@ -33,7 +33,7 @@ def fingerprint():
 
 @pytest.fixture
 def fresh():
-    """A fingerprint nobody else has, so that tests can share a master."""
+    """A fingerprint of its own, so that tests can share a master."""
     return Fingerprint("org/model", os.urandom(8).hex())
 
 

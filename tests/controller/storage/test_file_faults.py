@@ -23,7 +23,7 @@ KEYS = 8
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """Seconds that pass when they are set."""
 
     def __init__(self):
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""FileStorage where there is no room: on the disk, for descriptors, or for the end of a call; no file stays behind."""
+"""FileStorage where there is no room: on the disk, for descriptors, or for the end of a call; no file is left over."""
 
 import errno
 import logging

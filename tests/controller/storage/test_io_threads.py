@@ -22,7 +22,7 @@ def threads():
 
 
 class Crowd:
-    """Work that tells how many do it at once, and holds each until so many have come or nobody else can."""
+    """Work that counts how many do it at once, and holds each until so many have come or no other can."""
 
     def __init__(self, wanted):
         self.barrier = threading.Barrier(wanted)
@@ -82,7 +82,7 @@ def test_compiled_work_may_have_a_limit_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "waiting", "cached"), [(None, 8, 16), (3, 3, 3)])
-def test_a_storage_takes_more_threads_for_cached_pages_unless_told(
+def test_a_storage_takes_more_threads_for_cached_pages_unless_set(
     tmp_path, fingerprint, monkeypatch, given, waiting, cached
 ):
     monkeypatch.setattr(io_threads, "_CPUS", 100)
@@ -147,9 +147,9 @@ def test_a_file_is_in_the_page_cache_as_long_as_reading_it_does_not_wait(tmp_pat
         written.write(os.urandom(300_000))
         written.flush()
         os.fsync(written.fileno())
-        needs(is_cached(path), "this kernel does not tell what is in the page cache")
+        needs(is_cached(path), "this kernel does not say what is in the page cache")
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    # Some file systems keep what they are told to drop.
+    # Some file systems keep what they should drop.
     cached = is_cached(path)
     with open(path, "rb") as read:
         try:
@@ -169,11 +169,11 @@ def test_pages_in_the_page_cache_are_busy_work_and_others_wait(
     storage, pool, keys = FileStorage(tmp_path, fingerprint=fingerprint), fake_pool(), new_keys(5)
     storage.register_mem_pool_host(pool)
     assert all(storage.batch_set(keys, pool.slots(range(5))))
-    asked, told = [], []
+    asked, used = [], []
     monkeypatch.setattr(file, "is_cached", lambda path: asked.append(path) or cached)
     real = storage._threads.worth
-    monkeypatch.setattr(storage._threads, "worth", lambda *args, **how: told.append(how) or real(*args, **how))
+    monkeypatch.setattr(storage._threads, "worth", lambda *args, **how: used.append(how) or real(*args, **how))
     assert all(storage.batch_get(keys, pool.slots(range(5))))
-    assert told == [{"waits": not cached, "compiled": reading == "compiled"}]
+    assert used == [{"waits": not cached, "compiled": reading == "compiled"}]
     assert set(asked) <= {storage.page_path(keys[0]), storage.page_path(keys[-1])}
     storage.close()

@@ -155,15 +155,15 @@ def test_pages_come_back_and_are_counted(storage, fake_pool, new_keys):
     assert not stats.backing_off
 
 
-def test_pages_that_are_asked_for_and_gone_are_told(storage, fake_pool, new_keys):
-    pool, keys, told = fake_pool(), new_keys(4), []
+def test_pages_that_are_asked_for_and_gone_are_reported(storage, fake_pool, new_keys):
+    pool, keys, reported = fake_pool(), new_keys(4), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
+    storage.set_removal_listener(lambda keys, name: reported.extend((name, key) for key in keys))
     assert all(storage.batch_set(keys, pool.slots(range(4))))
     storage._client.call_in_time("batch_remove", [storage.object_name(key) for key in keys[1:3]], True)
-    assert told == []
+    assert reported == []
     assert storage.batch_get(keys, pool.slots(range(4))) == [True, False, False, True]
-    assert told == [("kv", key) for key in keys[1:3]]
+    assert reported == [("kv", key) for key in keys[1:3]]
 
 
 def flipped(data):
@@ -192,9 +192,9 @@ def of_version_0(data):
 def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again(
     storage, fake_pool, new_keys, change, counter
 ):
-    pool, keys, told = fake_pool(parts=2), new_keys(3), []
+    pool, keys, reported = fake_pool(parts=2), new_keys(3), []
     storage.register_mem_pool_host(pool)
-    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
+    storage.set_removal_listener(lambda keys, name: reported.extend((name, key) for key in keys))
     contents = pool.fill(range(3))
     assert all(storage.batch_set(keys, pool.slots(range(3))))
     names = [storage.object_name(key) for key in keys]
@@ -203,7 +203,7 @@ def test_a_page_that_is_not_what_it_should_be_is_a_miss_counted_and_stored_again
     assert storage._client.call("remove", names[1], True) == 0
     assert storage._client.call("put", names[1], wrong) == 0
     assert storage.batch_get(keys, pool.slots(range(10, 13))) == [True, False, True]
-    assert told == [("kv", keys[1])]
+    assert reported == [("kv", keys[1])]
     assert [pool.read(10), pool.read(12)] == [contents[0], contents[2]]
     stats = storage.stats()
     assert (getattr(stats, counter), stats.misses, stats.read_errors) == (1, 1, 0)
@@ -291,7 +291,7 @@ def test_a_master_killed_in_the_middle_is_picked_up_again(new_storage, own_maste
     ]
 
     def stores():
-        clock.skip()  # the store has no memory until its clients have told the new master of theirs
+        clock.skip()  # the store has no memory until its clients have reported theirs to the new master
         return storage.batch_set(keys, slots) == [True] * 3
 
     for number, call in enumerate(calls, 1):
@@ -304,7 +304,7 @@ def test_a_master_killed_in_the_middle_is_picked_up_again(new_storage, own_maste
         assert after.skipped == before.skipped
         assert after.read_errors + after.write_errors == before.read_errors + before.write_errors + 1
         assert all(again() for again in calls * 5)
-        assert storage.stats().skipped == before.skipped + 45  # nobody was asked
+        assert storage.stats().skipped == before.skipped + 45  # the master was not asked
         assert storage.stats().backing_off
         clock.skip()
         assert not storage.wait_ready(10)
@@ -393,7 +393,7 @@ def test_a_full_store_takes_what_fits_and_goes_on(new_storage, own_master, fake_
     assert stats.stored == len(stored)
     assert (stats.skipped, stats.backing_off) == (0, True)
     assert storage.batch_set(refused, pool.slots(range(len(refused)))) == [False] * len(refused)
-    assert storage.stats().skipped == len(refused)  # nobody was asked
+    assert storage.stats().skipped == len(refused)  # the master was not asked
     assert len(warnings(caplog)) == 1
     for key, page in stored:  # reading goes on
         if storage.batch_get([key], pool.slots([7])) == [True]:

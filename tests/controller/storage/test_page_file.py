@@ -12,12 +12,12 @@ from hicache_controller.storage import page_file
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 20), st.integers(1, 5))
 def test_pieces_are_the_bytes_in_order_and_within_limits(sizes, most, views_each):
     data = [bytes([i]) * size for i, size in enumerate(sizes)]
-    before = page_file._PIECE_BYTES, page_file._MOST_VIEWS
-    page_file._PIECE_BYTES, page_file._MOST_VIEWS = most, views_each
+    before = page_file._PIECE_BYTES, page_file._MAX_VIEWS
+    page_file._PIECE_BYTES, page_file._MAX_VIEWS = most, views_each
     try:
         cut = page_file.pieces([memoryview(part) for part in data])
     finally:
-        page_file._PIECE_BYTES, page_file._MOST_VIEWS = before
+        page_file._PIECE_BYTES, page_file._MAX_VIEWS = before
     assert b"".join(bytes(view) for piece in cut for view in piece) == b"".join(data)
     for piece in cut:
         assert 0 < len(piece) <= views_each

@@ -1,4 +1,4 @@
-"""Reading pages, compiled and in Python: the same outcomes, and nobody waits for the module."""
+"""Reading pages, compiled and in Python: the same outcomes, and no call waits for the module."""
 
 import ctypes
 import errno
@@ -97,7 +97,7 @@ def link(path):
         (link, OSError),
     ],
 )
-def test_a_bad_page_among_good_ones_is_told(reader, request_of, change, outcome):
+def test_a_bad_page_among_good_ones_is_reported(reader, request_of, change, outcome):
     pages = [request_of(str(i)) for i in range(3)]
     change(pages[1][0].path)
     first, bad, last = read(reader, [page[0] for page in pages])
@@ -110,7 +110,7 @@ def test_a_bad_page_among_good_ones_is_told(reader, request_of, change, outcome)
     assert [bytes(pages[i][2]) for i in (0, 2)] == [pages[i][1] for i in (0, 2)]
 
 
-def test_pages_of_another_key_format_and_owner_are_told(reader, threads, request_of, reading):
+def test_pages_of_another_key_format_and_owner_are_reported(reader, threads, request_of, reading):
     request = request_of("page")[0]
     assert read(reader, [request._replace(key=b"other")])[0].outcome is Outcome.FOREIGN
     (found,) = reader.read([request], fingerprint=bytes(16), page_bytes=SIZE, waits=True)
@@ -143,7 +143,7 @@ def test_files_that_are_missing_or_fail_take_no_second_look(reader, request_of, 
 
 @pytest.mark.parametrize("reading", ["compiled"], indirect=True)
 def test_pages_are_read_in_python_until_the_module_is_there(reader, threads, request_of, monkeypatch):
-    outcomes = iter([None, None])  # while it is being made: nobody waits
+    outcomes = iter([None, None])  # while it is being made: no call waits
     monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: next(outcomes))
     monkeypatch.setattr(page_reader, "read_files", lambda *args, **how: pytest.fail("not loaded yet"))
     request, payload, back = request_of("page")
@@ -200,8 +200,8 @@ def test_a_storage_without_compiled_reads_says_so_once_and_works(
             assert not storage.stats().compiled_reads
             storage.close()
     page_reader._log_once.cache_clear()
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [f"pages of files are read one by one in Python, which is slower: {reason}"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"pages of files are read one by one in Python, which is slower: {reason}"]
 
 
 @pytest.fixture

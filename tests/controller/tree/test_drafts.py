@@ -144,7 +144,7 @@ def test_removals_reach_an_anchor_of_another_name(make_model: MakeModel, keys_of
     storage.note_removed(keys_of((1, 2)), "kv")
     storage.report_removed()
     tree.poll()
-    assert tree._presence.lacks_any("full", keys_of((1,)))
+    assert tree._backups.presence.lacks_any("full", keys_of((1,)))
     controller.shutdown()
 
 
@@ -178,17 +178,11 @@ def test_sidecar_after_the_first_insert_is_refused_until_reset(make_model: MakeM
     model.empty()
 
 
-def test_sidecar_needs_a_hybrid_controller_and_one_name(make_model: MakeModel) -> None:
+def test_spec_and_entry_of_a_sidecar_name_one_pool(make_model: MakeModel) -> None:
     model = make_model()
     entry = draft_entry(model, 12, 16)
     with pytest.raises(ValueError, match="spec is for pool indexer and entry is draft"):
         model.cache.register_sidecar_pool(SidecarPoolSpec("indexer", "kv"), entry)
-    allocator = ExtentAllocator(4, 2)
-    plain = HiCacheController(HostPoolGroup([PoolEntry("kv", NullPoolHost(4, 2), None, lambda layer: layer)]))
-    tree = UnifiedRadixCache(plain, allocator, page_size=2)
-    with pytest.raises(TypeError, match="sidecars need a HybridCacheController"):
-        tree.register_sidecar_pool(SidecarPoolSpec("draft", "kv"), entry)
-    plain.shutdown()
 
 
 def test_other_trees_are_told_the_way_out(make_model: MakeModel) -> None:

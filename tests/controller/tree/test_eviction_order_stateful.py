@@ -124,7 +124,7 @@ def order_machine(model_type: Any, keys_of: Any, strategy: str) -> type[RuleBase
                 write_policy=policy,
                 listener=lambda event: self.order.listen(event),
             )
-            self.order.nodes = self.model.cache._all_nodes
+            self.order.nodes = self.model.cache._tree.nodes
 
         def match(self, keys: list[bytes], priority: int) -> Any:
             self.order.use(keys[: self.model.cache.known_pages(keys)], priority)

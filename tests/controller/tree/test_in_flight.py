@@ -40,8 +40,8 @@ def test_node_with_its_write_in_flight_is_not_evicted_by_write_through(make_mode
     gate.close()
     insert(model, keys_of((1, 2, 3)))
     gate.wait_entered()
-    assert model.cache._device_queue.pop() is None
-    assert model.cache._host_queue.pop() is None
+    assert model.cache._tree.order.queues.device.pop() is None
+    assert model.cache._tree.order.queues.host.pop() is None
     gate.open()
     assert model.cache.evict_device(3) == 3
     assert model.serve((1, 2, 3)) == 3
@@ -60,7 +60,7 @@ def test_write_back_frees_the_device_before_the_bytes_are_on_the_host(
     evict = model.controller.evict_device
 
     def note(*arguments: Any, **options: Any) -> int:
-        events.append(bool(model.cache._writes))
+        events.append(bool(model.cache._transfers.writes))
         return int(evict(*arguments, **options))
 
     model.controller.evict_device = note
@@ -200,11 +200,11 @@ def test_split_of_a_node_with_its_backup_in_flight(make_model: MakeModel, keys_o
     gate = model.gate("set")
     gate.close()
     insert(model, keys_of((1, 2, 3)))
-    while not model.cache._backups:
+    while not model.cache._backups.running:
         model.cache.poll(wait=True)
     gate.wait_entered()
     insert(model, keys_of((1, 7)))
-    assert model.cache._host_queue.pop() is None
+    assert model.cache._tree.order.queues.host.pop() is None
     model.cache.check_integrity()
     gate.failing = failing
     gate.open()
@@ -232,7 +232,7 @@ def test_window_write_in_flight_outlives_its_node(make_model: MakeModel, keys_of
     model = make_model(write_policy=WritePolicy.WRITE_BACK, states=(8, 8), host_pages=2)
     insert(model, keys_of((1, 2, 3)))  # three pages never fit the host
     part = model.cache.root.all_children()[0].window("mamba")
-    assert model.cache._write_window(part)
+    assert model.cache._evictor.write_window(part)
     assert model.cache.evict_device(3) == 3
     model.cache.drain()
     model.cache.check_integrity()
@@ -356,8 +356,8 @@ def test_node_and_window_whose_one_write_fails_give_nothing_back_twice(make_mode
     node = model.cache.root.all_children()[0]
     gate = model.gate("write")
     gate.failing = True
-    assert model.cache._ensure_host(node)
-    assert model.cache._write_window(node.window("swa"))
+    assert model.cache._evictor.write_node(node)
+    assert model.cache._evictor.write_window(node.window("swa"))
     assert model.cache.evict_device(3) == 3
     model.cache.drain()
     model.cache.check_integrity()
@@ -374,16 +374,16 @@ def test_device_is_freed_while_writes_of_a_whole_path_are_under_way(
     for length in range(1, 5):
         insert(model, keys_of(range(length)))
     waits: list[object] = []
-    wait = model.cache._wait
+    wait = model.cache._transfers.wait
 
     def note() -> bool:
         waits.append(None)
         return bool(wait())
 
-    model.cache._wait = note
+    model.cache._transfers.wait = note
     assert model.cache.evict_device(4) == 4
     assert not waits, "nothing has to arrive on the host for the device to be free"
-    model.cache._wait = wait
+    model.cache._transfers.wait = wait
     assert model.serve(range(4)) == 4
     model.empty()
 
@@ -397,7 +397,7 @@ def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made
     model.serve((1, 2))
     model.serve((3, 4))
     # The host has one page left: the write of the child waits for those before it.
-    serving = in_thread(lambda: model.serve((1, 2, 5, 6)))
+    serving = in_thread(lambda: (model.controller.adopt_thread(), model.serve((1, 2, 5, 6))))
     gate.wait_entered()
     gate.failing = gate.single = True
     gate.entered.clear()
@@ -406,6 +406,7 @@ def test_node_gets_no_host_part_when_its_prefix_lost_its_own_while_room_was_made
     gate.failing = gate.single = False
     gate.open()
     serving.join()
+    model.controller.adopt_thread()
     model.cache.drain()
     model.cache.check_integrity()
     assert model.lookup((1, 2, 5, 6)) == (4, 0)
@@ -439,17 +440,17 @@ def test_a_load_that_fails_while_room_is_made_takes_nothing_below_it_along(
     above = model.cache.load_back(model.cache.match_prefix(keys_of(range(4))), wait=False)
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of(range(8)))
-    make_room = model.cache._make_device_room
+    make_room = model.cache._evictor.make_device_room
 
     def and_fail(count: int) -> bool:
-        monkeypatch.setattr(model.cache, "_make_device_room", make_room)
+        monkeypatch.setattr(model.cache._evictor, "make_device_room", make_room)
         gate.open()
-        while model.cache._loads:
+        while model.cache._transfers.loads:
             model.cache.poll(wait=True)
         gate.failing = False
         return make_room(count)
 
-    monkeypatch.setattr(model.cache, "_make_device_room", and_fail)
+    monkeypatch.setattr(model.cache._evictor, "make_device_room", and_fail)
     longer = model.cache.load_back(longer)
     assert longer.pages == 8
     model.verify_match(longer)

@@ -35,7 +35,7 @@ def once_before(monkeypatch: pytest.MonkeyPatch, cache: Any, method: str, happen
 def finish_loads(model: Any, gate: Any) -> None:
     """Let the loads at a gate go, and those that come later succeed."""
     gate.open()
-    while model.cache._loads:
+    while model.cache._transfers.loads:
         model.cache.poll(wait=True)
     gate.failing = False
 
@@ -58,7 +58,7 @@ def test_insert_over_pages_that_another_request_is_loading_has_the_right_bytes(
     gate.failing = failing
     other = model.cache.load_back(model.cache.match_prefix(loaded), wait=False)
     gate.wait_entered()
-    once_before(monkeypatch, model.cache, "poll", gate.open)
+    once_before(monkeypatch, model.cache._transfers, "poll", gate.open)
     result = model.cache.insert(match, pages)
     assert result.match.consumers == ()
     assert result.duplicates == (0 if failing else min(shared, 3) - 1)
@@ -87,7 +87,7 @@ def test_insert_over_windows_that_another_request_is_loading_keeps_its_own_where
     gate.failing = failing
     other = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2))), wait=False)
     gate.wait_entered()
-    once_before(monkeypatch, model.cache, "poll", gate.open)
+    once_before(monkeypatch, model.cache._transfers, "poll", gate.open)
     result = model.cache.insert(match, pages, windows=windows).match
     finish_loads(model, gate)
     model.verify_match(result)
@@ -111,7 +111,7 @@ def test_insert_waits_for_no_load_of_another_prefix(
     other = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2, 3))), wait=False)
     gate.wait_entered()
     with monkeypatch.context() as patch:
-        patch.setattr(model.cache, "poll", lambda **_: pytest.fail("there is nothing to wait for"))
+        patch.setattr(model.cache._transfers, "poll", lambda **_: pytest.fail("there is nothing to wait for"))
         model.cache.release(model.cache.insert(match, pages).match)
     gate.open()
     other = model.cache.settle(other)
@@ -136,7 +136,7 @@ def test_a_load_that_fails_while_room_for_windows_is_made_takes_nothing_below_it
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3, 4)))
     assert (longer.device_pages, longer.host_pages) == (2, 2)
-    once_before(monkeypatch, model.cache, "_make_window_room", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._evictor, "make_window_room", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     model.cache.check_integrity()
     assert longer.pages == 4
@@ -161,7 +161,7 @@ def test_a_window_whose_load_fails_while_room_is_made_is_loaded_with_the_rest(
     gate.wait_entered()
     longer = model.cache.match_prefix(keys_of((1, 2, 3)))
     assert len(longer.device_pin.parts) == len(longer.host_pin.parts) == 1
-    once_before(monkeypatch, model.cache, "_make_window_room", lambda: finish_loads(model, gate))
+    once_before(monkeypatch, model.cache._evictor, "make_window_room", lambda: finish_loads(model, gate))
     longer = model.cache.load_back(longer)
     assert longer.pages == 3
     model.verify_match(longer)
@@ -185,10 +185,10 @@ def test_a_window_whose_write_fails_while_room_is_made_for_its_load_shortens_the
     gate.failing = True
     model.cache.evict_device(2)
     model.cache.evict_window_device("swa", 2)
-    assert model.cache._writes, "the window is on the host alone as far as is known, and its write has failed"
+    assert model.cache._transfers.writes, "the window is on the host alone as far as is known, and its write has failed"
     match = model.cache.match_prefix(keys_of((1, 2)))
     assert match.host_pages == 2
-    once_before(monkeypatch, model.cache, "_make_device_room", model.cache.drain)
+    once_before(monkeypatch, model.cache._evictor, "make_device_room", model.cache.drain)
     match = model.cache.load_back(match)
     assert match.pages == 0
     model.cache.check_integrity()

@@ -71,7 +71,7 @@ def test_queues_forget_nodes_that_got_children() -> None:
     for _ in range(1000):
         chat.append(secrets.token_bytes(16))
         serve(tree, chat)
-    for queue in (tree._device_queue, tree._host_queue):
+    for queue in (tree._tree.order.queues.device, tree._tree.order.queues.host):
         assert len(queue) <= 64, "only the last node may leave"
     tree.check_integrity()
     assert tree.evict_device(2000) == 1000

@@ -140,8 +140,8 @@ def test_queues_forget_what_falling_values_left_behind(model_with: MakeModel) ->
     for _ in range(500):
         model.lookup((1,))
         model.lookup((2,))
-    assert len(model.cache._device_queue) <= 65
-    assert len(model.cache._host_queue) <= 65
+    assert len(model.cache._tree.order.queues.device) <= 65
+    assert len(model.cache._tree.order.queues.host) <= 65
     assert [model.cache.evict_device(1) for _ in range(3)] == [1, 1, 0]
     model.empty()
 

@@ -50,7 +50,9 @@ def leave_device(model: Any, *requests: list[bytes]) -> None:
 def all_settled(model: Any) -> bool:
     """Whether no node waits for a transfer, and no operation is known that ended."""
     cache = model.cache
-    return not any(node.load or node.write for node in cache._all_nodes()) and not (cache._writes or cache._loads)
+    return not any(node.load or node.write for node in cache._tree.nodes()) and not (
+        cache._transfers.writes or cache._transfers.loads
+    )
 
 
 # Polls
@@ -111,7 +113,7 @@ def test_an_allocator_that_does_not_take_pages_back_loses_no_outcome_of_others(
 def test_an_ack_that_nobody_knows_is_passed_over(make_model: MakeModel, keys_of: KeysOf) -> None:
     model = make_model()
     pages = model.cache.alloc_device(1)
-    host = model.controller.write(model.cache._slots(pages), node_id=10**9)
+    host = model.controller.write(model.cache._pools.slots(pages), node_id=10**9)
     insert(model, keys_of((1, 2)))
     model.cache.drain()
     assert model.cache.stats().host_pages == 2
@@ -152,17 +154,21 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_no_lock(
     while came:
         leave_device(model, keys_of((7, 8, 9)))  # so that room has to be made
         insert(model, keys_of((1, 2, 3)))
-        (node,) = (node for node in model.cache._all_nodes() if node.device is not None)
+        (node,) = (node for node in model.cache._tree.nodes() if node.device is not None)
 
         def write(node: Any = node) -> None:
-            model.cache._ensure_host(node)
-            model.cache._write_windows(node)
+            with model.cache.engine_calls:
+                model.cache._evictor.write_node(node)
+                for part, _ in model.cache._tree.all_needed(node):
+                    model.cache._evictor.write_window(part)
 
         came = interrupted_at(write, nth)
         model.cache.drain()
         assert all_settled(model)
-        assert all((node.device_lock, node.host_lock) == (0, 0) for node in model.cache._all_nodes())
-        assert not any(part.device_pins or part.host_pins for node in model.cache._all_nodes() for part in node.windows)
+        assert all((node.device_lock, node.host_lock) == (0, 0) for node in model.cache._tree.nodes())
+        assert not any(
+            part.device_pins or part.host_pins for node in model.cache._tree.nodes() for part in node.windows
+        )
         model.empty()
         nth += 17
     assert nth > 200
@@ -190,10 +196,10 @@ def loading_without_host_part(model: Any, keys: list[bytes]) -> tuple[Any, Any]:
     match = cache.load_back(cache.finish_prefetch(started, wait=True), wait=False)
     load.wait_entered()
     write.open()
-    while cache._writes:
+    while cache._transfers.writes:
         cache.poll()
     write.failing = False
-    assert [node.host is None for node in cache._path(match.node)] == [True, True, False]
+    assert [node.host is None for node in match.node.path()] == [True, True, False]
     return match, load
 
 
@@ -203,7 +209,7 @@ def test_a_node_whose_load_fails_after_its_host_part_went_leaves_the_tree(
     model = make_model(device_pages=20, host_pages=20, storage=MemoryStorage())
     match, load = loading_without_host_part(model, keys_of((1, 2, 3)))
     load.open()
-    while model.cache._loads:
+    while model.cache._transfers.loads:
         model.cache.poll()
     model.cache.check_integrity()
     settled = model.cache.settle(match)
@@ -220,22 +226,22 @@ def test_a_node_that_the_device_loses_while_room_for_it_is_made_is_not_written(
     model = make_model(device_pages=20, host_pages=20, storage=MemoryStorage())
     cache = model.cache
     match, load = loading_without_host_part(model, keys_of((1, 2, 3)))
-    assert cache._ensure_host(match.node.parent)
-    while cache._writes:
+    assert cache._evictor.write_node(match.node.parent)
+    while cache._transfers.writes:
         cache.poll()
     others = model.group.alloc(model.host["kv"].available_size())
-    evict = cache.evict_host
+    evict = cache._evictor.evict_host
 
     def wait_for_the_load(count: int) -> int:
         load.open()
         evict(count)
-        assert not cache._loads
+        assert not cache._transfers.loads
         model.group.free(others)
         return count
 
-    monkeypatch.setattr(cache, "evict_host", wait_for_the_load)
-    assert not cache._write(match.node)
-    assert not cache._writes
+    monkeypatch.setattr(cache._evictor, "evict_host", wait_for_the_load)
+    assert not cache._evictor._write(match.node)
+    assert not cache._transfers.writes
     monkeypatch.undo()
     cache.drain()
     cache.check_integrity()
@@ -339,7 +345,7 @@ def test_a_request_is_retracted_though_the_engine_does_not_take_its_pages_back(
     with pytest.raises(MemoryError, match="injected"):
         model.cache.retraction_backup("a", match, pages, windows=windows)
     assert model.cache.retracted == ("a",)
-    assert not model.cache._pinned
+    assert not model.cache._tree._pinned
     model.allocators["kv"].free_pages(pages)
     restored = model.cache.retraction_restore("a")
     model.verify("kv", match.rest(), restored.pages)

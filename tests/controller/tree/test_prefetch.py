@@ -107,7 +107,7 @@ def test_interrupted_prefetch_leaves_nothing_behind(
 
     with monkeypatch.context() as patch:
         if where == "lookup":
-            patch.setattr(model.cache, "_storage_exists", interrupt)
+            patch.setattr(model.cache._prefetches, "_find", interrupt)
         elif where == "request":
             patch.setattr(model.controller, "prefetch", interrupt)
         else:
@@ -153,7 +153,7 @@ def test_prefix_under_a_running_prefetch_stays_on_the_host(make_model: MakeModel
     gate = model.gate("get")
     gate.close()
     started = model.cache.start_prefetch(model.cache.match_prefix(keys_of((1, 2, 3))))
-    assert model.cache._host_queue.pop() is None
+    assert model.cache._tree.order.queues.host.pop() is None
     gate.open()
     match = model.cache.finish_prefetch(started)
     assert match.pages == 3

@@ -89,7 +89,7 @@ def page_on_the_host_below_a_failing_write(model: Any, keys: list[bytes]) -> tup
 
 def finish_writes(model: Any, gate: Any) -> None:
     gate.open()
-    while model.cache._writes:
+    while model.cache._transfers.writes:
         model.cache.poll(wait=True)
 
 
@@ -118,13 +118,13 @@ def test_a_page_that_leaves_the_host_while_room_is_made_for_its_load_shortens_th
 ) -> None:
     model = make_model(host_pages=20, storage=MemoryStorage())
     match, _, write = page_on_the_host_below_a_failing_write(model, keys_of((1, 2, 3)))
-    make_room = model.cache._make_device_room
+    make_room = model.cache._evictor.make_device_room
 
     def after_the_write(count: int) -> bool:
         finish_writes(model, write)
         return bool(make_room(count))
 
-    monkeypatch.setattr(model.cache, "_make_device_room", after_the_write)
+    monkeypatch.setattr(model.cache._evictor, "make_device_room", after_the_write)
     match = model.cache.load_back(match)
     assert match.pages == 2
     model.verify_match(match)
@@ -221,7 +221,7 @@ def test_reset_forgets_transfers_that_nobody_waited_for(
     gate = model.gate("set")
     gate.close()
     model.serve((1, 2))
-    while model.cache._writes:
+    while model.cache._transfers.writes:
         model.cache.poll(wait=True)
     model.cache.release(model.cache.match_prefix(keys_of((1, 2))))
     model.cache.evict_device(2)
@@ -231,14 +231,14 @@ def test_reset_forgets_transfers_that_nobody_waited_for(
     pages, _ = model.compute(other, 2)
     model.cache.insert(other, pages)
     gate.open()
-    assert model.cache._writes
-    assert model.cache._loads
-    assert model.cache._backups
+    assert model.cache._transfers.writes
+    assert model.cache._transfers.loads
+    assert model.cache._backups.running
     with monkeypatch.context() as patch:
-        patch.setattr(model.cache, "drain", lambda timeout=None: False)
+        patch.setattr(model.cache._transfers, "drain", lambda timeout=None: False)
         model.cache.reset()
-    for running in (model.cache._writes, model.cache._loads, model.cache._backups):
+    for running in (model.cache._transfers.writes, model.cache._transfers.loads, model.cache._backups.running):
         assert not running
-    assert model.cache._backed_up_pages == 0
+    assert model.cache._backups._running_pages == 0
     assert model.serve((1, 2)) == 2
     model.empty()

@@ -104,13 +104,13 @@ def test_eviction_for_the_engine_saves_pages_without_evicting_under_its_own_hand
 
     monkeypatch.setattr(model.controller, "write", noted_write)
     for name in ("evict_device", "evict_host", "evict_window_device", "evict_window_host"):
-        evict = getattr(model.cache, name)
+        evict = getattr(model.cache._evictor, name)
 
         def noted(*arguments: Any, evict: Callable[..., int] = evict, name: str = name) -> int:
             evicted_inside.extend(name for _ in inside)
             return evict(*arguments)
 
-        monkeypatch.setattr(model.cache, name, noted)
+        monkeypatch.setattr(model.cache._evictor, name, noted)
     for _ in range(3):
         for word in range(3, 9):
             mine = model.group.alloc_device(8)
@@ -134,7 +134,7 @@ def test_load_that_finds_the_device_taken_meanwhile_evicts_nothing_of_its_own(
     model.cache.drain()
     model.cache.release(model.cache.match_prefix(keys_of((9,))))
     model.cache.evict_device(2)
-    make_room = model.cache._make_device_room
+    make_room = model.cache._evictor.make_device_room
     taken: list[Any] = []
 
     def and_lose_it(count: int) -> bool:
@@ -142,9 +142,9 @@ def test_load_that_finds_the_device_taken_meanwhile_evicts_nothing_of_its_own(
         taken.append(model.allocators["kv"].alloc_pages(model.allocators["kv"].available_pages))
         return room
 
-    model.cache._make_device_room = and_lose_it
+    model.cache._evictor.make_device_room = and_lose_it
     loaded = model.cache.load_back(model.cache.match_prefix(keys_of((1, 2, 3, 4))))
-    model.cache._make_device_room = make_room
+    model.cache._evictor.make_device_room = make_room
     model.verify_match(loaded)
     assert loaded.pages == 2
     model.cache.check_integrity()
@@ -172,12 +172,14 @@ def test_thread_that_uses_the_tree_may_be_another_than_the_one_that_made_it(make
     found: list[Any] = []
 
     def serve() -> None:
+        model.controller.adopt_thread()
         fill(model, 2)
         found.append(model.group.alloc_device(2))
 
     thread = threading.Thread(target=serve)
     thread.start()
     thread.join()
+    model.controller.adopt_thread()
     assert found[0] is not None
     model.group.free_device(found[0])
     model.empty()

@@ -72,7 +72,7 @@ def test_page_removed_while_it_was_being_stored_is_not_taken_for_stored(make_mod
     gate = model.gate("set")
     gate.close()
     model.serve((1, 2, 3))
-    while not model.cache._backups:
+    while not model.cache._backups.running:
         model.cache.poll(wait=True)
     gate.wait_entered()
     model.storage.note_removed(keys[2:], "kv")
@@ -97,7 +97,7 @@ def test_page_removed_before_its_backup_was_seen_to_end_is_told_as_removed(
     gate.close()
     for words in ((1, 2), (7, 8)):
         model.serve(words)
-    while len(model.cache._backups) < 2:
+    while len(model.cache._backups.running) < 2:
         model.cache.poll(wait=True)
     gate.open()
     while not all(operation.done for operation in model.controller.storage._backups):
@@ -306,7 +306,9 @@ def test_window_that_left_with_its_page_is_stored_again_though_the_page_was_to_b
 def test_part_that_leaves_storage_after_it_was_fetched_is_not_told_as_stored(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    monkeypatch.setattr("hicache_controller.tree.backups._FEW", 0)  # removals are compared with all pages at once
+    monkeypatch.setattr(
+        "hicache_controller.tree.backups._MIN_CLEANUP", 0
+    )  # removals are compared with all pages at once
     mirror, keys = Mirror(), keys_of((1, 2))
     model = make_model(storage=MemoryStorage(), windows=(8, 8), listener=mirror)
     model.serve((1, 2))
@@ -315,7 +317,7 @@ def test_part_that_leaves_storage_after_it_was_fetched_is_not_told_as_stored(
     assert started.operation.wait() == 2
     model.lose(keys[1], lost)
     model.cache.poll()
-    assert len(model.cache._presence) == 1, "what is being fetched is in no node yet"
+    assert len(model.cache._backups.presence) == 1, "what is being fetched is in no node yet"
     match = model.cache.finish_prefetch(started)
     assert match.pages == 2
     assert (match.node.stored, match.node.window("swa").stored) == (lost != "kv", lost != "swa")

@@ -217,7 +217,7 @@ def test_pages_that_a_call_to_storage_reads_are_not_used_again_before_it_ends(
     model = make_slow(make_model, wait=0, device_pages=12, host_pages=6, batch_pages=2)
     model.storage.close_gate()
     serve(model, keys_of((1, 2, 3, 4)))
-    while not model.cache._backups:
+    while not model.cache._backups.running:
         model.cache.poll(wait=True)
     assert model.storage.storing.wait(30)
     serve(model, keys_of((5, 6, 7)))  # the first is dropped; two of its pages are being read
@@ -242,12 +242,12 @@ def test_pages_that_are_not_saved_leave_by_the_order_of_the_strategy_and_behind_
     model.storage.close_gate()
     for words in unsaved:
         serve(model, keys_of(words))
-        while model.cache._writes:
+        while model.cache._transfers.writes:
             model.cache.poll(wait=True)
     model.cache.evict_device(20)
 
     def on_host() -> list[tuple[int, ...]]:
-        nodes = {node.key(0): node for node in model.cache._all_nodes()}
+        nodes = {node.key(0): node for node in model.cache._tree.nodes()}
         return [words for words in (saved, *unsaved) if keys_of(words)[0] in nodes]
 
     model.lookup(saved)
@@ -321,7 +321,7 @@ def test_a_namespace_at_its_quota_drops_what_storage_has_not_taken_of_its_own(
     for words in ((1, 1), (2, 2), (3, 3)):
         serve(model, keys_of(words), namespace=tenant)
         serve(model, keys_of((9, *words)))
-        while model.cache._writes:
+        while model.cache._transfers.writes:
             model.cache.poll(wait=True)
         assert model.cache.namespace_stats(tenant)[1] <= 4
     assert [model.lookup(words) for words in ((1, 1), (2, 2), (3, 3))] == [(2, 0)] * 3

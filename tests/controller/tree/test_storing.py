@@ -120,7 +120,7 @@ def test_storing_again_leaves_room_in_the_backup_queue(make_model: MakeModel, ke
     model.controller.attach_storage_backend(model.storage)
     for _ in range(5):
         model.cache.poll()
-    assert sum(operation.pages for operation in model.cache._backups.values()) == 6, "a quarter of the queue"
+    assert sum(operation.pages for operation in model.cache._backups.running.values()) == 6, "a quarter of the queue"
     gate.open()
     model.cache.drain()
     assert model.storage.stats().pages == 60
@@ -175,7 +175,7 @@ def test_storage_tells_nobody_once_the_controller_lets_go_of_it(make_model: Make
     else:
         assert model.controller.shutdown(30)
     model.storage.clear()
-    assert not model.cache._presence.take_noted()
+    assert not model.cache._backups.presence.take_noted()
 
 
 def test_storage_that_comes_back_is_listened_to_and_gets_what_left_it_meanwhile(
@@ -216,7 +216,7 @@ def test_second_tree_is_refused_a_storage_that_tells_the_first_and_changes_nothi
     assert mine is not None, "the pool still evicts through the first tree"
     model.group.free(mine)
     model.storage.clear()
-    assert sorted(model.cache._presence.take_noted()["kv"]) == sorted(keys_of((1, 2, 3, 4)))
+    assert sorted(model.cache._backups.presence.take_noted()["kv"]) == sorted(keys_of((1, 2, 3, 4)))
     model.empty()
     model.storage.set_removal_listener(None)
     model.cache = another()
@@ -224,8 +224,8 @@ def test_second_tree_is_refused_a_storage_that_tells_the_first_and_changes_nothi
     model.cache.drain()
     first.poll()
     model.storage.clear()
-    assert not first._presence.take_noted()
-    assert sorted(model.cache._presence.take_noted()["kv"]) == sorted(keys_of((5, 6)))
+    assert not first._backups.presence.take_noted()
+    assert sorted(model.cache._backups.presence.take_noted()["kv"]) == sorted(keys_of((5, 6)))
     model.empty()
 
 
@@ -261,7 +261,7 @@ def test_storage_that_refuses_a_pool_is_not_listened_to(make_model: MakeModel, k
         model.controller.attach_storage_backend(storage)
     storage.note_removed(keys_of((1,)), "kv")
     storage.report_removed()
-    assert not model.cache._presence.take_noted()
+    assert not model.cache._backups.presence.take_noted()
     storage.close()
 
 
@@ -289,7 +289,7 @@ def test_page_lost_anywhere_in_a_node_is_stored_again_when_it_is_used(
 def test_marks_follow_what_storage_removed_though_nobody_uses_the_pages(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache_controller.tree.backups._FEW", 1)
+    monkeypatch.setattr("hicache_controller.tree.backups._MIN_CLEANUP", 1)
     model = make_model(storage=MemoryStorage(), states=(8, 8))
     model.serve((1, 2, 3))
     model.serve((7,))
@@ -303,7 +303,7 @@ def test_marks_follow_what_storage_removed_though_nobody_uses_the_pages(
         model.cache.poll()
         assert (lost.stored, lost.window("mamba").stored) == marks
     assert (kept.stored, kept.window("mamba").stored) == (True, True)
-    assert len(model.cache._presence) == 0, "removals that were compared with all pages are forgotten"
+    assert len(model.cache._backups.presence) == 0, "removals that were compared with all pages are forgotten"
     model.empty()
 
 
@@ -343,7 +343,7 @@ def test_backup_that_is_interrupted_leaves_no_lock_and_is_made_when_the_prefix_i
             serve()
     model.cache.drain()
     model.cache.check_integrity()
-    assert not model.cache._backups
+    assert not model.cache._backups.running
     clock.now += 1
     model.serve((1, 2, 3))
     model.cache.drain()

@@ -211,10 +211,11 @@ def test_attention_does_not_leave_memory_before_its_windows_are_written(
     gate = model.gate("write", "mamba")
     gate.close()
     model.cache.evict_device(1)
-    evicting = in_thread(lambda: model.cache.evict_host(100))
+    evicting = in_thread(lambda: (model.controller.adopt_thread(), model.cache.evict_host(100)))
     gate.wait_entered()
     gate.open()
     evicting.join()
+    model.controller.adopt_thread()
     assert model.cache.stats() == (0, 0, 0)
     assert model.serve((1, 2, 3)) == 3
     model.empty()
@@ -240,7 +241,7 @@ def test_state_lost_in_memory_comes_from_storage_under_attention_that_stayed(
     model.cache.write_policy = WritePolicy.WRITE_THROUGH
     part = next(iter(model.cache.root.all_children())).window("mamba")
     assert part is not None
-    model.cache._drop_window(part, device=True)
+    model.cache._pools.drop_window(part, device=True)
     assert model.lookup((1, 2, 3)) == (0, 0)
     assert model.serve((1, 2, 3)) == 3
     model.cache.check_integrity()

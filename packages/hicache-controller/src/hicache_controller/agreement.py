@@ -27,7 +27,7 @@ class Agreement:
     group
         A process group with CPU tensors (gloo), or None for a rank of its own.
     timeout
-        Seconds after which a rank that does not answer counts as dead. From then on this rank asks nobody any more and
+        Seconds after which a rank that does not answer counts as dead. From then on this rank asks no other and
         every answer is zero: nothing is shared with ranks whose state is not known.
     metrics
         Where to count.

@@ -17,14 +17,13 @@ from .engine_calls import EngineCalls
 from .events import Event
 from .forks import refuse_in_forks
 from .in_flight import Access
-from .indices import check_device_indices, own_indices
 from .interrupts import interruptibly
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import TransferPlan, checked_quota, device_of, layer_plan
 from .metrics import Metrics
 from .operation_queue import OperationQueue
 from .operations import Ack, CacheOperation, StorageAck
-from .pool_transfers import SidecarPoolSpec, StorageParts, prepare_transfers, storage_parts, with_sidecars
+from .pool_transfers import SidecarPoolSpec, prepare_transfers, storage_parts, with_sidecars
 from .slots import Slots
 from .storage.generic import StorageBackend
 from .storage_link import StorageLink
@@ -38,21 +37,20 @@ from .wait_bound import WaitBound, checked_timeout
 class HiCacheController:
     """Transfers of a model's pages between device, host and storage.
 
-    Slots are the caller's once an operation is acked without an error; until then they are in flight. Of an operation
-    that fails or is cancelled, the slots that the controller took for it (host slots of a write, device slots of a
-    load) are freed, and the caller forgets them. No call waits for storage longer than
-    ``StorageSettings.max_wait_seconds``, except those that take a ``timeout``.
+    Slots are the caller's once an operation is acked without an error; until then they are in flight. Of one that fails
+    or is cancelled, the slots the controller took (host slots of a write, device slots of a load) are freed, and the
+    caller forgets them. No call waits for storage longer than ``StorageSettings.max_wait_seconds``, except those with a
+    ``timeout``.
 
     One thread makes the calls: that of the first call, or of the last :meth:`adopt_thread`. Calls from others raise
-    RuntimeError, except :meth:`shutdown`; ``metrics`` and the waits of ``layer_done_counter`` are for any thread. What
-    a callback of the engine raises comes out at the end of the call, when all else is done; of several errors the
-    first.
+    RuntimeError, except :meth:`shutdown`; ``metrics`` and the waits of ``layer_done_counter`` are for any thread. The
+    first error of the engine's callbacks comes out at the end of the call, when all else is done.
 
-    Indices are integer slots ``[n]``, whole pages in order. Those on CPU are checked and copied, so the tensor is the
+    Indices are integer slots ``[n]``, whole pages in order. Those on CPU are checked and copied: the tensor is the
     caller's again at once. Those on a device are not read: transfers of all slots are then assumed to meet, and the
-    tensor must stay as it is until the ack. ``pool_transfers`` are the parts of an operation in pools other than the
-    anchor, all or nothing: one a pool, with indices or the pool it derives them from. What the controller fills in is
-    the caller's with an ack without error, and None again where the operation fails.
+    tensor must stay as it is until the ack. ``pool_transfers`` are an operation's parts in pools other than the anchor,
+    all or nothing: one a pool, with indices or the pool it derives them from. What is filled in is the caller's with an
+    ack without error, and None again where the operation fails.
 
     Parameters
     ----------
@@ -77,23 +75,6 @@ class HiCacheController:
         are returned, are then the same on all of them. Seconds after which a silent rank counts as dead.
     metrics, guards
         Where to count, by default a new one; for tests, hazards left open.
-
-    Attributes
-    ----------
-    mem_pool_host, host_group
-        The group.
-    layer_done_counter
-        Where a forward pass waits for the layers of a load.
-    metrics, engine, storage
-        Parts an engine may read.
-    engine_calls
-        The thread of the calls and the errors of callbacks; a tree over the controller shares it.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        If a layer mapper does not cover its pool, ``synchronous`` is set with pools on a device, a number is out of its
-        range, or a sidecar is not in the group.
     """
 
     def __init__(
@@ -122,13 +103,8 @@ class HiCacheController:
         self.write_block_quota = write_block_quota
         self.load_block_quota = load_block_quota
         self.layer_done_counter = LayerDoneCounter(self._plan.layers)
-        self.engine = L2TransferEngine(
-            device_of(host_group),
-            synchronous=synchronous,
-            queue_inline=queue_inline,
-            metrics=self.metrics,
-            guards=guards,
-        )
+        options = {"synchronous": synchronous, "queue_inline": queue_inline}
+        self.engine = L2TransferEngine(device_of(host_group), metrics=self.metrics, guards=guards, **options)
         self.agreement = Agreement(distributed_group, timeout=distributed_timeout, metrics=self.metrics)
         self.engine_calls = EngineCalls("controller")
         self._slots = Slots(host_group, self.engine, self.engine_calls)
@@ -180,10 +156,9 @@ class HiCacheController:
         return self.host_group.anchor_entry.host_pool
 
     def add_entry(self, entry: PoolEntry) -> None:
-        """Add a pool to the group, and to the storage if one is attached.
+        """Add a pool to the group, as its ``add_entry`` does, and to the storage if one is attached.
 
-        ValueError or TypeError, with nothing changed, as :meth:`HostPoolGroup.add_entry`, or where the layer mapper
-        does not cover the pool.
+        ValueError, with nothing changed, where the layer mapper does not cover the pool.
         """
         self._check_open()
         layer_plan([entry])
@@ -208,18 +183,14 @@ class HiCacheController:
         ready_event: Event | None = None,
         pool_transfers: Sequence[PoolTransfer] = (),
     ) -> torch.Tensor | None:
-        """Queue a write-back; :meth:`start_writing` starts it.
+        """Queue a write-back of slots of the anchor, or of none, and of other pools; :meth:`start_writing` starts it.
 
         Parameters
         ----------
-        device_indices
-            Slots of the anchor; empty where only other pools move.
         node_id
             Comes back in the ack.
         ready_event
             Event after which the rows are valid. By default: the work on the current stream at this call.
-        pool_transfers
-            With device indices; their host indices are filled in.
 
         Returns
         -------
@@ -228,20 +199,16 @@ class HiCacheController:
 
         Raises
         ------
-        ValueError, KeyError
-            If indices are not whole pages, are out of range, or have a slot twice, or the group has no such pool.
-        RuntimeError
-            If the controller is closed, or the slots are those of a load that has not been started.
+        ValueError, KeyError, RuntimeError
+            If indices are not whole pages in range, each slot once; a pool is not in the group; the slots are those of
+            a load that has not been started, or the controller is closed.
         """
         with self.engine_calls:
             self._check_open()
-            anchor, count = self.host_group.anchor_entry, device_indices.numel()
+            count = device_indices.numel()
             transfers = self._with_sidecars(pool_transfers, anchor_moves=count > 0)
             prepare_transfers(self._slots, transfers, Direction.WRITE_BACK)
-            if count or not transfers:
-                check_device_indices("device_indices", device_indices, anchor)
-            device_indices = own_indices(device_indices)
-            self._slots.check_not_loading(anchor, device_indices)
+            device_indices = self._slots.own_device(device_indices, or_none=bool(transfers))
             event = ready_event if ready_event is not None else self.engine.submission_event()
             host_indices = self._slots.alloc_host(count) if count else device_indices
             if host_indices is None:
@@ -253,8 +220,7 @@ class HiCacheController:
     def start_writing(self) -> Ack | None:
         """Start what is queued, merged into one transfer; None where nothing is.
 
-        The ack has the events to wait for, before the outcome is known: ``poll_writes`` will return it again, with its
-        error if it has one.
+        The ack has the events to wait for, but the outcome only where ``poll_writes`` returns it again.
         """
         self._check_open()
         if not self._writes.waiting:
@@ -280,37 +246,18 @@ class HiCacheController:
         ready_event: Event | None = None,
         pool_transfers: Sequence[PoolTransfer] = (),
     ) -> torch.Tensor | None:
-        """Queue a load-back; :meth:`start_loading` starts it.
+        """Queue a load-back of host slots, as :meth:`write` does a write-back; :meth:`start_loading` starts it.
 
-        Parameters
-        ----------
-        host_indices, pool_transfers
-            Slots of the anchor, on CPU, and of other pools, whose device indices are filled in if they have none.
-        node_id, ready_event
-            As in :meth:`write`; the event is one after which the rows may be overwritten, besides the work on the
-            current stream at :meth:`start_loading`.
-
-        Returns
-        -------
-        torch.Tensor or None
-            The anchor's device slots; None, with nothing changed, where a pool has no room.
-
-        Raises
-        ------
-        ValueError, KeyError
-            If indices are not whole pages, each once, or are not allocated, or the group has no such pool.
-        RuntimeError
-            If the controller is closed.
+        After ``ready_event``, besides the work on the current stream at :meth:`start_loading`, the rows may be
+        overwritten. Transfers may come with both sides. Returns the anchor's device slots, or None.
         """
         with self.engine_calls:
             self._check_open()
             transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
             prepare_transfers(self._slots, transfers, Direction.LOAD)
-            anchor_moves = host_indices.numel() > 0 or not transfers
-            if anchor_moves:
-                self._slots.check_host(self.host_group.anchor_entry, host_indices)
-            host_indices = own_indices(host_indices)
-            device_indices = self.host_group.alloc_device(host_indices.numel()) if anchor_moves else host_indices
+            host_indices = self._slots.own_host(host_indices, or_none=bool(transfers))
+            count = host_indices.numel()
+            device_indices = self.host_group.alloc_device(count) if count else host_indices
             if device_indices is None:
                 return None
             events = () if ready_event is None else (ready_event,)
@@ -320,10 +267,7 @@ class HiCacheController:
             return self._loads.add(operation)
 
     def start_loading(self) -> int:
-        """Start what is queued, merged into one transfer.
-
-        Returns the consumer id for ``layer_done_counter.set_consumer``; -1 where nothing was queued.
-        """
+        """Start what is queued, merged into one transfer; return the id for ``layer_done_counter``, -1 for nothing."""
         self._check_open()
         if not self._loads.waiting:
             return NOTHING_TO_WAIT_FOR
@@ -335,11 +279,6 @@ class HiCacheController:
     def poll_loads(self, wait: bool = False) -> list[Ack]:
         """Return the acks of the loads that are done, in the order they were started; see :meth:`poll_writes`."""
         return self._loads.poll(wait)
-
-    def kept_acks(self) -> tuple[list[Ack], list[Ack]]:
-        """Return, at once, the acks of writes and of loads that a poll which raised has kept for the next."""
-        self.engine_calls.check_thread()
-        return self._writes.take_acks(), self._loads.take_acks()
 
     # Cancel and evict
 
@@ -360,17 +299,13 @@ class HiCacheController:
         """Free device slots of a pool (by default the anchor) after the transfers that use them; return how many.
 
         On CUDA the current stream waits for these, so that the next user of the slots is safe on that stream; on CPU
-        the calling thread waits. ValueError if the pool's entry has no ``device_free_fn``; RuntimeError if the slots
-        are those of a load that has not been started.
+        the calling thread waits. RuntimeError if the slots are those of a load that has not been started.
         """
         with self.engine_calls:
             return self._slots.free_device(self.host_group.get_entry(pool), device_indices)
 
     def evict_host(self, host_indices: torch.Tensor, *, pool: PoolName | str | None = None) -> int:
-        """Free host slots of a pool (by default the anchor), those in flight after their transfers.
-
-        Returns how many are free now. ValueError, with nothing changed, if they are not whole allocated pages.
-        """
+        """Free host slots of a pool (by default the anchor), in flight after their transfers; return how many now."""
         with self.engine_calls:
             return self._slots.free_host(self.host_group.get_entry(pool), host_indices)
 
@@ -385,7 +320,6 @@ class HiCacheController:
         """Let backups and prefetches use ``backend``, and start their threads.
 
         The anchor's physical pool is registered first, under the name ``kv``, then every other entry's by its name.
-        RuntimeError if the controller is closed or has a backend.
         """
         self._check_open()
         anchor = self.host_group.anchor_entry
@@ -393,10 +327,7 @@ class HiCacheController:
         self.storage.attach(backend, self.storage_host_pool, sidecars)
 
     def detach_storage_backend(self, timeout: float | None = None) -> StorageBackend:
-        """Finish the backups that wait, cancel the prefetches, and return the backend, which stays open.
-
-        Backups that still wait after ``timeout`` seconds, by default ``timeout_seconds`` of the settings, fail.
-        """
+        """Finish the backups that wait, within a timeout, cancel the prefetches, and return the backend, still open."""
         self.engine_calls.check_thread()
         return self.storage.detach(checked_timeout(timeout))
 
@@ -435,41 +366,28 @@ class HiCacheController:
 
         Parameters
         ----------
-        host_indices, keys, parents
-            The anchor's pages, and for each its storage key and that of the page before it (None: the first one).
+        keys, parents
+            Storage key of each of the anchor's pages, and of the page before it (None: the first of a sequence).
         node_id
             Comes back in the ack.
         pool_transfers
             With host indices and keys; a pool that shares the anchor's slots needs neither. With the hit policy
             ``ALL_PAGES`` a page counts as stored once its part is, too.
-
-        Raises
-        ------
-        ValueError
-            If counts do not match, or indices are not whole pages, each once, or are not allocated.
-        RuntimeError
-            If the controller is closed or has no backend.
         """
-        if parents is not None and len(parents) != len(keys):
-            raise ValueError(f"parents has {len(parents)} entries for {len(keys)} keys; one a key is expected")
         with self.engine_calls:
-            parts, uses = self._storage_parts(host_indices, keys, parents, pool_transfers, Access.READ)
+            self._check_open()
+            self.storage.need_backend()
+            transfers = self._with_sidecars(pool_transfers)
+            parts, uses = storage_parts(self._slots, Access.READ, host_indices, keys, parents, transfers)
             self.storage.backup(parts, node_id, uses, self._slots.failed_writer(Direction.WRITE_BACK, uses))
 
     def cancel_backup(self, node_id: int) -> bool:
-        """Cancel the node's backups, queued or running, and return whether there were any.
-
-        No ack will name the node, and pages not stored count as skipped. Pages that a call to storage is reading stay
-        in flight until it ends; the others are free to be used again.
-        """
+        """Cancel the node's backups, queued or running, and return whether there were any; see :meth:`cancel_load`."""
         with self.engine_calls:
             return self.storage.cancel_backup(node_id)
 
     def poll_backups(self, wait: bool = False) -> list[StorageAck]:
-        """Return the acks of the backups that are done, in order.
-
-        With ``wait`` this blocks for the first, where there is any, as long as storage makes progress.
-        """
+        """Return the acks of the backups that are done; ``wait`` for the first as long as storage makes progress."""
         self.engine_calls.check_thread()
         acks = self.storage.poll_backups(wait)
         self._slots.reap()
@@ -485,17 +403,15 @@ class HiCacheController:
     ) -> PrefetchOperation:
         """Queue pages to come from storage; the host slots stay the caller's, in flight until the operation is done.
 
-        Parameters
-        ----------
-        host_indices, keys, pool_transfers
-            As in :meth:`backup`, with its errors. Without indices, as on a rank that has no room, the operation has 0
-            pages and still takes part in the agreement of the ranks. Where a transfer has the hit policy
-            ``TRAILING_PAGES``, either the whole prefix comes or none of it counts.
-        request_id
-            For the caller.
+        Without slots, as on a rank that has no room, the operation has 0 pages and still takes part in the agreement of
+        the ranks. Where a transfer has the hit policy ``TRAILING_PAGES``, either the whole prefix comes or none of it
+        counts.
         """
         with self.engine_calls:
-            parts, uses = self._storage_parts(host_indices, keys, None, pool_transfers, Access.WRITE)
+            self._check_open()
+            self.storage.need_backend()
+            transfers = self._with_sidecars(pool_transfers)
+            parts, uses = storage_parts(self._slots, Access.WRITE, host_indices, keys, None, transfers)
             return self.storage.prefetch(parts, request_id, uses)
 
     def prefetch_ready(self, operation: PrefetchOperation) -> bool:
@@ -571,8 +487,6 @@ class HiCacheController:
         self.engine.in_flight.check_integrity()
         self._slots.check_integrity()
 
-    # Inside
-
     def _check_open(self) -> None:
         self.engine_calls.check_thread()
         if self._closed:
@@ -583,21 +497,3 @@ class HiCacheController:
     ) -> Sequence[PoolTransfer]:
         anchor = str(self.host_group.anchor_entry.name)
         return with_sidecars(pool_transfers, self.sidecars, anchor, anchor_moves=anchor_moves)
-
-    def _storage_parts(
-        self,
-        host_indices: torch.Tensor | None,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes | None] | None,
-        pool_transfers: Sequence[PoolTransfer],
-        access: Access,
-    ) -> StorageParts:
-        """Check what moves between host and storage, and start the writes that fill it."""
-        self._check_open()
-        self.storage.need_backend()
-        if host_indices is None:
-            return StorageParts([], [])
-        transfers = self._with_sidecars(pool_transfers)
-        found = storage_parts(self._slots, host_indices, keys, parents, transfers, access)
-        self._slots.start_writes_of(found.uses)
-        return found

@@ -1,4 +1,4 @@
-"""Devices: streams, events and clocks of the CPU and of CUDA; the one place of this package that tells them apart."""
+"""Devices: streams, events and clocks of the CPU and of CUDA; only this module knows which of them is used."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +17,7 @@ class Event(Protocol):
     """What acks and hazards are made of; ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
-        """Tell whether the moment has come."""
+        """Return whether the moment has come."""
         ...
 
     def wait(self, stream: Any = None) -> None:
@@ -37,58 +37,43 @@ class Signal(Event, Protocol):
         ...
 
 
-class _Latch:
-    """What threads wait for until it is opened, once; a transfer makes one a layer, so it costs little to make.
+class HostSignal:
+    """An event of CPU work; waiting for it blocks the thread, whatever the stream.
 
-    Invariant: the lock is held exactly until it is open, but for moments of those who have waited.
+    A transfer makes one for each layer, so it is cheap.
+
+    Invariant: until it has fired, its lock is held; after that only for moments, by those who have waited.
     """
 
-    __slots__ = ("_forks", "_lock", "is_open")
+    __slots__ = ("_fired", "_forks", "_lock")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self._fired = False
         self._forks = forks.count
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards nothing: those who wait try to take it
         self._lock.acquire()
 
-    def open(self) -> None:
-        """Let everybody go on; called by one thread at a time."""
-        if not self.is_open:
-            self.is_open = True
-            self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is open, at most ``timeout`` seconds; tell whether it is."""
-        if not self.is_open and self._forks != forks.count:
-            raise forks.fork_error("the transfer or the storage operation that is waited for")
-        if not self.is_open and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._lock.release()
-        return self.is_open
-
-
-class HostSignal:
-    """An event of CPU work; waiting for it blocks the thread, whatever the stream."""
-
-    __slots__ = ("_fired",)
-
-    def __init__(self) -> None:
-        self._fired = _Latch()
-
     def query(self) -> bool:
-        """Tell whether it has fired."""
-        return self._fired.is_open
+        """Return whether it has fired."""
+        return self._fired
 
     def wait(self, stream: Any = None) -> None:
         """Block until it has fired."""
-        self._fired.wait()
+        self.synchronize()
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Block until it has fired, at most ``timeout`` seconds; tell whether it has."""
-        return self._fired.wait(timeout)
+        """Block until it has fired, at most ``timeout`` seconds; return whether it has."""
+        if not self._fired and self._forks != forks.count:
+            raise forks.fork_error("the transfer or the storage operation that is waited for")
+        if not self._fired and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._lock.release()
+        return self._fired
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
-        """Set it."""
-        self._fired.open()
+        """Let all who wait go on; called by one thread at a time."""
+        if not self._fired:
+            self._fired = True
+            self._lock.release()
 
 
 class CompletedEvent:
@@ -97,7 +82,7 @@ class CompletedEvent:
     __slots__ = ()
 
     def query(self) -> bool:
-        """Tell that it has come."""
+        """Return True."""
         return True
 
     def wait(self, stream: Any = None) -> None:
@@ -116,24 +101,24 @@ COMPLETED = CompletedEvent()
 class StreamSignal:
     """An event of work on CUDA streams: known once that work is queued, come once all its events have.
 
-    The queueing may happen on another thread, so whoever waits first blocks until it has happened, which is short,
-    and then waits as one waits for CUDA events.
+    The queueing may happen on another thread, so those who wait block until it has happened, which is short, and
+    then wait as for CUDA events.
     """
 
     __slots__ = ("_events", "_queued")
 
     def __init__(self) -> None:
-        self._queued = _Latch()
+        self._queued = HostSignal()
         self._events: tuple[torch.cuda.Event, ...] = ()
 
     def query(self) -> bool:
-        """Tell whether the work is queued and done."""
+        """Return whether the work is queued and done."""
         return self.queued and all(_has_come(event) for event in self._events)
 
     @property
     def queued(self) -> bool:
         """Whether the work is queued."""
-        return self._queued.is_open
+        return self._queued.query()
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
@@ -151,54 +136,29 @@ class StreamSignal:
             event.synchronize()
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
-        """Stand for ``events``, or with None for what the current stream holds now; only the first call counts."""
+        """Come with ``events``, or with None, with what the current stream holds now; only the first call counts."""
         if self.queued:
             return
         try:
             self._events = (torch.cuda.current_stream().record_event(),) if events is None else tuple(events)
         finally:
-            # Also where recording fails, as it does once a kernel has faulted: nobody may wait for ever.
-            self._queued.open()
+            # Also where recording fails, as it does once a kernel has faulted: no one may wait for ever.
+            self._queued.fire()
 
 
 def _has_come(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-class EventGroup:
-    """All of several events."""
-
-    __slots__ = ("events",)
-
-    def __init__(self, events: Iterable[Event]) -> None:
-        self.events = tuple(events)
-
-    def query(self) -> bool:
-        """Tell whether all have come."""
-        return all(event.query() for event in self.events)
-
-    def wait(self, stream: Any = None) -> None:
-        """Wait for each in turn."""
-        for event in self.events:
-            event.wait(stream)
-
-    def synchronize(self) -> None:
-        """Block until all have come."""
-        for event in self.events:
-            event.synchronize()
-
-
 def is_queued(event: Event) -> bool:
-    """Tell whether a stream can be ordered behind an event without holding the calling thread up."""
-    if isinstance(event, EventGroup):
-        return all(is_queued(each) for each in event.events)
+    """Return whether a stream can be made to wait for an event without blocking the calling thread."""
     if isinstance(event, StreamSignal):
         return event.queued
     return event.query() if isinstance(event, HostSignal) else True
 
 
 def wait_until_done(event: Event, timeout: float) -> bool:
-    """Block until ``event`` has come or ``timeout`` seconds have passed, and tell which.
+    """Block until ``event`` has come or ``timeout`` seconds have passed, and return whether it has come.
 
     Only a :class:`HostSignal` is waited for without polling: the others have no bounded wait.
     """

@@ -7,8 +7,6 @@ import types
 from typing import Any
 from weakref import WeakValueDictionary
 
-from .first_error import FirstError
-
 count = 0
 """Forks between the first process and this one; what was made at another count is a parent's."""
 
@@ -35,11 +33,15 @@ def fork_error(what: str) -> RuntimeError:
 def _refuse() -> None:
     global count
     count += 1
-    with FirstError() as errors:
-        for owner in list(_owned.values()):
-            with errors.kept():
-                owner.__class__ = _refusing(type(owner))
+    errors: list[Exception] = []
+    for owner in list(_owned.values()):
+        try:
+            owner.__class__ = _refusing(type(owner))
+        except Exception as error:  # the others must refuse all the same
+            errors.append(error)
     _owned.clear()
+    if errors:
+        raise errors[0]
 
 
 def _refusing(kind: type[Any]) -> type[Any]:

@@ -41,7 +41,7 @@ class Namespace:
     adapter
         Name (with version) of the adapter that is applied, such as a LoRA.
     modality
-        Digest of what stands behind placeholder tokens, such as an image.
+        Digest of what placeholder tokens represent, such as an image.
 
     Notes
     -----
@@ -60,7 +60,7 @@ class Namespace:
                 raise TypeError(f"{name} is {value!r}; accepted are str, bytes and None")
 
     def root_hash(self) -> bytes:
-        """Return the 16 bytes that stand for the parent of a sequence's first page."""
+        """Return the 16 bytes that a sequence's first page has for its parent."""
         parts = [_FORMAT]
         for tag, value in ((b"S", self.salt), (b"A", self.adapter), (b"M", self.modality)):
             if value is not None:

@@ -15,6 +15,7 @@ from hicache_pools.pool_transfer import PoolHitPolicy
 from .metrics import Metrics
 from .storage.base import HiCacheStorage
 from .storage.generic import TensorPages
+from .storage_settings import StorageSettings
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +67,14 @@ class StorageCalls:
         The storage.
     metrics
         Where to count.
-    batch_pages
-        Pages a call: what a cancel may have to wait for.
-    retries
-        Further attempts at a page that could not be stored.
-    retry_seconds
-        Pause before the first of them; doubled for each one after it.
+    settings
+        Pages a call, and attempts at a page.
     skipped
         Called with the pages of a pool that a cancelled backup has not stored, and the pool's name.
 
     Attributes
     ----------
-    metrics, batch_pages, retries, retry_seconds, skipped
+    metrics, settings, skipped
         As given.
     stopping
         Set once operations are to end after the call that runs.
@@ -89,36 +86,27 @@ class StorageCalls:
         self,
         store: HiCacheStorage | TensorPages,
         metrics: Metrics,
-        *,
-        batch_pages: int,
-        retries: int,
-        retry_seconds: float,
+        settings: StorageSettings,
         skipped: Callable[[int, str], None],
     ) -> None:
         self._store = store
         self.metrics = metrics
-        self.batch_pages = batch_pages
-        self.retries = retries
-        self.retry_seconds = retry_seconds
+        self.settings = settings
         self.skipped = skipped
         self.stopping = threading.Event()
         self.backups = 0
 
     def store(self, part: StoragePart) -> int:
         """Store pages; return how many leading ones are stored, 0 where the storage raises."""
-        stored = self._leading(
-            "backup",
-            part.name,
-            lambda: self._store.batch_set(part.keys, part.host_indices, parents=part.parents, name=part.name),
-        )
+        keys, indices, parents, name = part.keys, part.host_indices, part.parents, part.name
+        stored = self._leading("backup", name, lambda: self._store.batch_set(keys, indices, parents=parents, name=name))
         self.backups += 1
         return stored
 
     def fetch(self, part: StoragePart) -> int:
         """Fill host pages; return how many leading ones are there, 0 where the storage raises."""
-        return self._leading(
-            "prefetch", part.name, lambda: self._store.batch_get(part.keys, part.host_indices, name=part.name)
-        )
+        keys, indices, name = part.keys, part.host_indices, part.name
+        return self._leading("prefetch", name, lambda: self._store.batch_get(keys, indices, name=name))
 
     def _leading(self, operation: str, pool: str, call: Callable[[], list[bool]]) -> int:
         began = time.perf_counter()

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from .devices import CpuDevice
 from .events import Event
 from .failure_log import LogLimit
 from .in_flight import Access, PageUse
-from .interrupts import interruptibly, interrupts_held_back
+from .interrupts import interruptibly
 from .operations import OperationCancelledError, StorageAck
 from .policies import PrefetchPolicy
 from .storage.base import ANCHOR, HiCacheStorage, RemovalListener
@@ -238,26 +239,14 @@ class StorageLink:
         return attached
 
     def _start(self, backend: StorageBackend, store: HiCacheStorage | TensorPages) -> _Attached:
-        settings = self.settings
-        calls = StorageCalls(
-            store,
-            self._metrics,
-            batch_pages=settings.batch_pages,
-            retries=settings.backup_retries,
-            retry_seconds=0 if self._synchronous else settings.retry_seconds,
-            skipped=self.skipped,
-        )
+        settings = replace(self.settings, retry_seconds=0) if self._synchronous else self.settings
+        calls = StorageCalls(store, self._metrics, settings, self.skipped)
 
         def worker(name: str, max_pages: int) -> Worker:
             return Worker(f"hicache-{name}", CpuDevice(), synchronous=self._synchronous, max_pages=max_pages)
 
-        lookup = StorageLookup(
-            store,
-            worker("lookup", settings.prefetch_queue_pages),
-            self._metrics,
-            self._logs,
-            back_off_seconds=settings.back_off_seconds,
-        )
+        lookups = worker("lookup", settings.prefetch_queue_pages)
+        lookup = StorageLookup(store, lookups, self._metrics, self._logs, back_off_seconds=settings.back_off_seconds)
         backups = worker("backup", settings.backup_queue_pages)
         prefetches = worker("prefetch", settings.prefetch_queue_pages)
         return _Attached(backend, store, calls, backups, prefetches, lookup)
@@ -387,14 +376,7 @@ class StorageLink:
     def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[PageUse]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self.need_backend()
-        operation = PrefetchOperation(
-            parts,
-            request_id,
-            attached.calls,
-            agreement=self._agreement,
-            uses=uses,
-            timeout_seconds=self.settings.timeout_seconds,
-        )
+        operation = PrefetchOperation(parts, request_id, attached.calls, agreement=self._agreement, uses=uses)
         after = self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses])
         if not parts:
             operation.run()  # nothing to do
@@ -446,15 +428,15 @@ class StorageLink:
             _withdraw(attached.prefetches, operation)
 
     def _submit(self, worker: Worker, operation: StorageTask, after: Sequence[Event], timeout: float) -> bool:
+        """Give an operation to a worker; its slots are in flight exactly while that has it."""
         accepted = False
-        with interrupts_held_back():  # its slots are in flight exactly while the worker has it
-            if not self._synchronous:
-                operation.put_in_flight(self._engine.in_flight)
-            try:
-                accepted = worker.submit(operation, after, timeout=timeout)
-            finally:
-                if not accepted:
-                    self._engine.in_flight.remove(operation)
+        if not self._synchronous:
+            operation.put_in_flight(self._engine.in_flight)
+        try:
+            accepted = worker.submit(operation, after, timeout=timeout)
+        finally:
+            if not accepted:
+                self._engine.in_flight.remove(operation)
         return accepted
 
 

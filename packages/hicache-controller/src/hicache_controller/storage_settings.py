@@ -25,7 +25,7 @@ class StorageSettings:
         Most pages waiting. A backup that finds no room within ``max_wait_seconds`` is dropped and counted; a prefetch
         that finds none ends with 0 pages.
     backup_retries, retry_seconds
-        Further attempts at a page that could not be stored; pause before the first, doubled for each one after it.
+        More attempts at a page that could not be stored; pause before the first, doubled for each one after it.
     max_wait_seconds
         Longest that one call of the scheduler's thread waits for storage, in sum; 0: it never waits. What storage has
         not answered by then is a miss, and what it has not taken is dropped where its host pages are needed.

@@ -81,7 +81,7 @@ class StorageTask(InFlightOperation):
         self._end()
 
     def cancel(self) -> None:
-        """Let it make no further call to storage; slots that the call which runs does not use are no longer in flight.
+        """Let it make no more calls to storage; slots that the running call does not use are no longer in flight.
 
         No lock is needed, as this sets ``cancelled`` before it reads which call runs, and :meth:`_begin_call` the other
         way round: one of the two sees the other.
@@ -156,7 +156,7 @@ class BackupOperation(StorageTask):
         return StorageAck(self.node_id, self.stored_pages, error, self.pool_pages)
 
     def detached(self) -> BackupOperation:
-        """Return one that is done in its place: acks come in order, and the storage it waits for was detached."""
+        """Return one that has failed, to replace it: acks come in order, and the storage it waits for was detached."""
         failed = BackupOperation((), self.node_id, self._calls)
         failed.abandon(RuntimeError("the storage was detached before it had taken the pages"))
         return failed
@@ -166,7 +166,7 @@ class BackupOperation(StorageTask):
         calls = self._calls
         while self.stored_pages < self.pages and not calls.stopping.is_set():
             start = self.stored_pages
-            end = min(start + calls.batch_pages, self.pages)
+            end = min(start + calls.settings.batch_pages, self.pages)
             if not self._begin_call(slice(start, end)):
                 break
             stored = min(self._store(part.batch(start, end)) for part in self.whole_parts)
@@ -193,9 +193,9 @@ class BackupOperation(StorageTask):
             stored = calls.store(part.batch(done, len(part.keys)))
             done += stored
             attempts = 1 if stored else attempts + 1
-            if done == len(part.keys) or self.cancelled or attempts > calls.retries:
+            if done == len(part.keys) or self.cancelled or attempts > calls.settings.backup_retries:
                 return done
-            if calls.stopping.wait(calls.retry_seconds * 2 ** (attempts - 1)) or self.cancelled:
+            if calls.stopping.wait(calls.settings.retry_seconds * 2 ** (attempts - 1)) or self.cancelled:
                 return done
             calls.metrics.count("backup_retries")
 
@@ -225,7 +225,6 @@ class PrefetchOperation(StorageTask):
         *,
         agreement: Agreement,
         uses: Sequence[PageUse] = (),
-        timeout_seconds: float,
     ) -> None:
         super().__init__(parts, uses=uses)
         self.request_id = request_id
@@ -234,7 +233,6 @@ class PrefetchOperation(StorageTask):
         self._agreement = agreement
         self._agreed: int | None = None
         self._loaded_pages = 0
-        self._timeout_seconds = timeout_seconds
 
     @property
     def completed_pages(self) -> int:
@@ -262,7 +260,7 @@ class PrefetchOperation(StorageTask):
         """
         if self._agreed is None:
             timeout = checked_timeout(timeout)
-            if not self.host_ready.synchronize(self._timeout_seconds if timeout is None else timeout):
+            if not self.host_ready.synchronize(self._calls.settings.timeout_seconds if timeout is None else timeout):
                 self.cancel()
             self._agreed = self._agreement.smallest([self._usable()])[0]
         return self._agreed
@@ -276,7 +274,7 @@ class PrefetchOperation(StorageTask):
             self._begin_call(slice(None)) and calls.fetch(part) == len(part.keys) for part in self.trailing_parts
         )
         while complete and done < self.pages and not calls.stopping.is_set():
-            end = min(done + calls.batch_pages, self.pages)
+            end = min(done + calls.settings.batch_pages, self.pages)
             if not self._begin_call(slice(done, end)):
                 break
             found = min(calls.fetch(part.batch(done, end)) for part in self.whole_parts)

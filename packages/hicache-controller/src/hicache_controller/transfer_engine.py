@@ -49,14 +49,14 @@ class L2TransferEngine:
     flight that touch the same physical slots:
 
     ====================  =============================================================================================
-    write-back            the caller's ``ready_event``; loads that fill its device rows; whoever uses its host slots
-    load                  the caller's ``ready_event``; whoever uses its device rows; writers of its host slots
+    write-back            the caller's ``ready_event``; loads that fill its device rows; users of its host slots
+    load                  the caller's ``ready_event``; users of its device rows; writers of its host slots
     backup, prefetch      writers of its host slots (and, as it writes, readers of them)
     ====================  =============================================================================================
 
     An operation that reads what another one was to write fails where that one has failed.
 
-    With what the controller does (slots in flight are not freed, device slots are freed behind ``device_released``),
+    With what the controller does (slots in flight are not freed, device slots are freed after ``device_released``),
     that closes the five hazards.
 
     Parameters
@@ -238,7 +238,7 @@ class L2TransferEngine:
         return True
 
     def close(self, timeout: float) -> bool:
-        """Stop both lanes; what has not started ends with an error. Tell whether they stopped in time."""
+        """Stop both lanes; what has not started ends with an error. Return whether they stopped in time."""
         timeout = seconds("timeout", timeout)
         stopped = [lane.worker.close(timeout) for lane in self._lanes.values()]
         return all(stopped)

@@ -51,7 +51,7 @@ class Worker:
     depth
         Pages waiting.
     stopping
-        Whether no further job is to start.
+        Whether no other job is to start.
     """
 
     def __init__(self, name: str, device: Device, *, synchronous: bool = False, max_pages: int | None = None) -> None:

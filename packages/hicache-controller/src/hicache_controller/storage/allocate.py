@@ -1,4 +1,4 @@
-"""Blocks for a file before it is written: one call to the file system in place of one for each folio."""
+"""Blocks for a file before it is written: one call to the file system instead of one for each folio."""
 
 from __future__ import annotations
 

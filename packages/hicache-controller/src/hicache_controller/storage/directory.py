@@ -1,6 +1,6 @@
 """The directory of the file backend: who may be in it, where a page lies, and what is there.
 
-``pages/xx/`` hold one file a page and pool, and beside them what is being written, under names that carry the writer's
+``pages/xx/`` hold one file a page and pool, and next to them what is being written, under names that carry the writer's
 id. ``writers/`` has one file a process, which that process keeps locked: a writer whose lock can be taken is dead,
 whatever its process id was, and only what dead writers began is removed. ``lock``, entered through ``gate``, orders
 storing (shared) against evicting (exclusive), among threads and processes.
@@ -45,7 +45,7 @@ def disk_bytes(size: int) -> int:
 
 
 class StorageDirectory:
-    """One process's place in a storage directory; making it creates what is missing.
+    """One process's share of a storage directory; making it creates what is missing.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class StorageDirectory:
         Where the directory cannot be created or written, or holds other files and no storage.
     PermissionError
         Where the directory or what this class keeps in it belongs to another user than this one and root, where
-        everybody may write the directory, or where the group or everybody may write what is in it.
+        all users may write the directory, or where the group or all users may write what is in it.
     """
 
     def __init__(self, root: str) -> None:
@@ -86,7 +86,7 @@ class StorageDirectory:
         return f"{self._pages}/{name[-18:-16]}/{name[:-16]}-{name[-16:]}-{part}"
 
     def temporary_path(self, path: str) -> str:
-        """Return a name beside ``path`` that no other thread or process writes to."""
+        """Return a name next to ``path`` that no other thread or process writes to."""
         return f"{os.path.dirname(path)}/.{self._writer}-{os.getpid()}-{next(self._count)}"
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ def renew(path: str) -> None:
 
 
 def remove_page(path: str) -> None:
-    """Remove a page's file; a directory in its place stays.
+    """Remove a page's file; a directory at its path stays.
 
     Raises
     ------

@@ -41,7 +41,7 @@ class FileStorage(HiCacheStorage):
     ----------
     directory
         Created with mode 0700 where it does not exist. Only files with a page's name are ever touched. It and what is
-        in it must belong to this user or root; it must not be writable by everybody, nor what is in it by anybody else.
+        in it must belong to this user or root; other users must not be able to write it, nor what is in it.
     fingerprint
         Model and rank. Processes of other models and ranks may share the directory and its capacity.
     capacity_bytes

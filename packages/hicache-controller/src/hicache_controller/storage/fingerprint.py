@@ -63,11 +63,11 @@ class Fingerprint:
                 raise ValueError(f"{group}_rank is {rank}; accepted are 0 to {group}_size - 1 = {size - 1}")
 
     def digest(self) -> bytes:
-        """Return the 16 bytes that stand for model and rank."""
+        """Return the 16 bytes that identify model and rank."""
         return _digest("model", dataclasses.asdict(self))
 
     def pool_digest(self, geometry: Any) -> bytes:
-        """Return the 16 bytes that stand for model, rank and the format of one pool's pages.
+        """Return the 16 bytes that identify model, rank and the format of one pool's pages.
 
         Parameters
         ----------

@@ -63,12 +63,7 @@ class TensorPages:
         return found
 
     def batch_set(
-        self,
-        keys: Sequence[bytes],
-        host_indices: torch.Tensor,
-        *,
-        parents: Sequence[bytes | None] | None,
-        name: str,
+        self, keys: Sequence[bytes], host_indices: torch.Tensor, *, parents: Sequence[bytes | None] | None, name: str
     ) -> list[bool]:
         """Store host pages; return for each key whether its page is stored."""
         pages = self._page_numbers(host_indices, name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-_LEAST_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
+_MIN_BYTES = 256 << 10  # less work than this is not worth a hop to another thread
 
 _CPUS = len(os.sched_getaffinity(0))
 _GIL_THREADS = 4  # that keep a CPU busy and need the GIL now and then: more would only take it from each other
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 
 
 class IoThreads:
-    """Threads beside the caller's, which takes part.
+    """Threads that share work with the caller's.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class IoThreads:
             most = min(self._compiled_threads, _CPUS)
         else:
             most = min(self._threads, _CPUS, _GIL_THREADS)
-        return max(1, min(most, items, items * item_bytes // _LEAST_BYTES))
+        return max(1, min(most, items, items * item_bytes // _MIN_BYTES))
 
     def map(
         self, work: Callable[[_Item], _Result], items: Sequence[_Item], item_bytes: int, *, waits: bool

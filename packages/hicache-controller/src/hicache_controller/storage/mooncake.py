@@ -20,10 +20,12 @@ from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .fingerprint import Fingerprint
 from .mooncake_client import MooncakeClient, MooncakeDownError, MooncakeSettings
-from .mooncake_page import check_footer, make_footer
-from .page_file import FOOTER_BYTES, Outcome
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, checksum_of, footer_head, outcome_of
 
 logger = logging.getLogger(__name__)
+
+MAGIC = b"HICACHEM"
+"""What follows a page's bytes is the footer of :mod:`.page_file` with this magic."""
 
 _CHUNK_BYTES = 64 << 20
 _CHUNK_PAGES = 256
@@ -59,7 +61,7 @@ class MooncakeStorage(HiCacheStorage):
     Neither a master that is down, when this is made or later, nor a full store is an error: nothing is found, nothing
     is stored, and everything picks up again once the master answers. What holds of the other backends and not of this
     one: Mooncake evicts objects without regard to parents, and forgets all of them when its master ends. Nor does it
-    tell what it evicts: a removal listener hears of pages that ``batch_get`` asked for and did not find, or found
+    report what it evicts: a removal listener hears of pages that ``batch_get`` asked for and did not find, or found
     damaged and removed, and nothing of ``clear``.
 
     Parameters
@@ -67,7 +69,7 @@ class MooncakeStorage(HiCacheStorage):
     fingerprint
         Model and rank. Others may share the store.
     master
-        ``host:port`` of ``mooncake_master``, or what Mooncake takes in its place, such as ``etcd://...``.
+        ``host:port`` of ``mooncake_master``, or what Mooncake accepts instead, such as ``etcd://...``.
     local_hostname
         Name or address under which the other machines reach this one.
     metadata_server
@@ -145,7 +147,7 @@ class MooncakeStorage(HiCacheStorage):
         return self._name(self._pool(name), self._keys([key])[0])
 
     def wait_ready(self, seconds: float) -> bool:
-        """Wait for an attempt to reach the master, at most ``seconds``; tell whether it can be used.
+        """Wait for an attempt to reach the master, at most ``seconds``; return whether it can be used.
 
         While the storage pauses between attempts, the answer comes at once.
         """
@@ -235,7 +237,9 @@ class MooncakeStorage(HiCacheStorage):
     def _outcome(self, pool: RegisteredPool, job: _Job, page: _Page, code: int) -> Outcome:
         expected = pool.page_bytes + FOOTER_BYTES
         if code == expected:
-            return check_footer(bytes(page.footer), page.views, key=job.key, fingerprint=pool.digest)
+            footer = bytes(page.footer)
+            checksum = checksum_of(page.views, footer[:-UNCHECKED_BYTES])
+            return outcome_of(footer, checksum, pool.page_bytes, job.key, pool.digest, MAGIC)
         if code in _ABSENT:
             return Outcome.MISSING
         if code >= 0 or code == _WRONG_SIZE or self._ask("get_size", job.name) not in (expected, *_ABSENT):
@@ -270,7 +274,7 @@ class MooncakeStorage(HiCacheStorage):
         return stored
 
     def _unmark_evicted(self, jobs: list[_Job], stored: list[bool]) -> None:
-        """Ask once more for pages marked as stored: what came after them may have taken their place.
+        """Ask once more for pages marked as stored: what came after them may have replaced them.
 
         Not after every call, as the master keeps for some seconds what it was asked for.
         """
@@ -314,7 +318,8 @@ class MooncakeStorage(HiCacheStorage):
             return
         with self._moving(pool, todo) as pages:
             for job, page in zip(todo, pages, strict=True):
-                page.footer[:] = make_footer(page.views, key=job.key, parent=job.parent, fingerprint=pool.digest)
+                head = footer_head(MAGIC, size=pool.page_bytes, key=job.key, parent=job.parent, fingerprint=pool.digest)
+                page.footer[:] = head + checksum_of(page.views, head)
             codes = self._move("batch_put_from_multi_buffers", todo, pages)
         headless = []
         for job, code in zip(todo, codes, strict=True):

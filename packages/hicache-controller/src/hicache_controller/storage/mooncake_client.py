@@ -43,8 +43,8 @@ class MooncakeSettings:
 class MooncakeClient:
     """One client of a Mooncake Store; thread-safe.
 
-    Mooncake's ``setup`` keeps the interpreter's lock, and retries for a minute and a half where nobody answers. It is
-    therefore called on a thread of its own, once the master has shown that it lives, and with one attempt.
+    Mooncake's ``setup`` keeps the interpreter's lock, and retries for a minute and a half where there is no answer. So
+    it is called on a thread of its own, once the master has shown that it lives, and with one attempt.
 
     Invariant: ``_running`` counts the calls inside Mooncake, and the store is closed only while it is 0.
 
@@ -143,7 +143,7 @@ class MooncakeClient:
         Raises
         ------
         MooncakeDownError
-            Where there is no connection, or no answer in time; what hangs is left behind on its thread.
+            Where there is no connection, or no answer in time; a call that hangs keeps its thread.
         """
         outcome: list[tuple[Any, BaseException | None]] = []
         over = threading.Event()
@@ -197,7 +197,7 @@ class MooncakeClient:
                 store = self._set_up()
             else:
                 self._ping()
-        except Exception as failure:  # nobody waits for this thread's errors, but for another attempt
+        except Exception as failure:  # not raised on this thread: it delays the next attempt
             error = failure
         if error is not None:
             self._failed(error)
@@ -262,7 +262,7 @@ class MooncakeClient:
 
 
 def _check_alive(settings: MooncakeSettings) -> None:
-    """Raise ``OSError`` where nobody listens, or whoever does is stuck; masters found through etcd are trusted."""
+    """Raise ``OSError`` where no process listens, or the one that does is stuck; masters behind etcd are trusted."""
     if "://" in settings.master:
         return
     host, _, port = settings.master.rpartition(":")

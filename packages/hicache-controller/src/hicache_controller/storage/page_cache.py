@@ -1,4 +1,4 @@
-"""Tells whether a file is in the page cache, without reading it."""
+"""Whether a file is in the page cache, without reading it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Statistics(ctypes.Structure):
 
 
 def is_cached(path: str) -> bool:
-    """Tell whether all of a file is in the page cache; False where there is no file, or the kernel does not say."""
+    """Return whether all of a file is in the page cache; False where there is no file, or the kernel does not say."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -34,7 +34,7 @@ _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
 _ALLOCATE_FROM = 64 << 10
-_MOST_VIEWS = 1000  # below the 1,024 that Linux takes in one call
+_MAX_VIEWS = 1000  # below the 1,024 that Linux takes in one call
 
 
 class Outcome(StrEnum):
@@ -65,7 +65,7 @@ def write_page(
     touched: int | None = None,
     over: bool = False,
 ) -> None:
-    """Write a page into a file of mode 0600, a new one or ``over`` a file that nobody needs any more.
+    """Write a page into a file of mode 0600, a new one or ``over`` a file that is no longer needed.
 
     Writing over a file saves making and removing inodes and blocks, which some file systems do slowly when files come
     and go all the time. Who still reads the old page meanwhile finds that its checksum or its key is wrong.
@@ -189,8 +189,10 @@ def footer_head(magic: bytes, *, size: int, key: bytes, parent: bytes | None, fi
     return FIELDS.pack(key, magic, VERSION, FOOTER_BYTES, size, len(key), len(before), before, fingerprint)
 
 
-def outcome_of(footer: bytes, digest: bytes, size: int, key: bytes, fingerprint: bytes) -> Outcome:
-    """Tell what a page is that was read in full.
+def outcome_of(
+    footer: bytes, digest: bytes, size: int, key: bytes, fingerprint: bytes, magic: bytes = MAGIC
+) -> Outcome:
+    """Return what a page is that was read in full.
 
     Parameters
     ----------
@@ -200,9 +202,11 @@ def outcome_of(footer: bytes, digest: bytes, size: int, key: bytes, fingerprint:
         XXH3-128 of all but the last 16.
     size, key, fingerprint
         Bytes of the payload, and what the footer must say.
+    magic
+        What footers of this storage have.
     """
-    key_field, magic, version, _, bytes_, key_length, _, _, fingerprint_field = FIELDS.unpack_from(footer)
-    if magic != MAGIC:
+    key_field, found, version, _, bytes_, key_length, _, _, fingerprint_field = FIELDS.unpack_from(footer)
+    if found != magic:
         return Outcome.DAMAGED
     if version != VERSION:
         return Outcome.OLD_FORMAT
@@ -246,6 +250,13 @@ def read_head(path: str, size: int) -> PageHead:
         return PageHead(version)
     _, _, _, _, _, _, length, parent, _ = FIELDS.unpack_from(footer)
     return PageHead(version, parent[:length] if 0 < length <= MAX_KEY_BYTES else None)
+
+
+def checksum_of(views: Sequence[memoryview], head: bytes) -> bytes:
+    """Return the checksum of a payload and of its footer's head."""
+    checksum = xxhash.xxh3_128()
+    _update(checksum, [*views, memoryview(head)])
+    return checksum.digest()
 
 
 def _update(checksum: xxhash.xxh3_128, views: Sequence[memoryview]) -> None:
@@ -295,7 +306,7 @@ def pieces(views: Sequence[memoryview]) -> list[list[memoryview]]:
     for view in views:
         start = 0
         while start < len(view):
-            if room == 0 or len(cut[-1]) == _MOST_VIEWS:
+            if room == 0 or len(cut[-1]) == _MAX_VIEWS:
                 cut.append([])
                 room = _PIECE_BYTES
             part = view[start : start + room]

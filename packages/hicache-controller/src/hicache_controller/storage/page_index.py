@@ -1,4 +1,4 @@
-"""Which pages a storage holds and which goes next: LRU over leaves, so that a suffix never outlives its head."""
+"""Which pages a storage holds and which leaves next: LRU over leaves, so that a suffix never outlives its head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 
 class PageEntry:
-    """One page: its parts (one for each pool that stored something under its key) and its place in the prefix tree."""
+    """One page: its parts (one for each pool that stored something under its key), and the page before it."""
 
     __slots__ = ("key", "parent", "parts", "queued", "removed", "tick")
 

@@ -28,7 +28,7 @@ class PageRequest(NamedTuple):
 
 
 class PageReader:
-    """Reads pages and checks them; making one starts to load the compiled module, which nobody waits for.
+    """Reads pages and checks them; making one starts to load the compiled module, in the background.
 
     Parameters
     ----------

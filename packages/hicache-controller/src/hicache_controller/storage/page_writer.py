@@ -58,12 +58,7 @@ class PageWriter:
     """
 
     def __init__(
-        self,
-        files: FilePages,
-        threads: IoThreads,
-        pool: RegisteredPool,
-        model: bytes,
-        pool_parts: Sequence[str],
+        self, files: FilePages, threads: IoThreads, pool: RegisteredPool, model: bytes, pool_parts: Sequence[str]
     ) -> None:
         self._files = files
         self._threads = threads

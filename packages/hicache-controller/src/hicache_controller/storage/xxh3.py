@@ -53,7 +53,7 @@ def digest_of(low: int, high: int) -> bytes:
 
 
 def _works(checksum: Checksum) -> bool:
-    """Tell whether the functions do what ``xxhash`` does."""
+    """Return whether the functions do what ``xxhash`` does."""
     pointer = ctypes.c_void_p
     create = ctypes.PYFUNCTYPE(pointer)(checksum.create)
     reset, release = (ctypes.PYFUNCTYPE(ctypes.c_int, pointer)(f) for f in (checksum.reset, checksum.release))

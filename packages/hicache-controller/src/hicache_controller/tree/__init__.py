@@ -1,30 +1,37 @@
 """The prefix tree: what is cached in which tier, over all pools of a model.
 
+An object gets the objects it uses when it is made; each row below uses only rows above it.
+
 ========================  ==============================================================================
 module                    holds
 ========================  ==============================================================================
 ``keys``                  page keys of a growing token sequence
-``node``                  a run of pages and what each tier has of it
-``components``            windowed pools: sliding windows and recurrent states
+``node``                  a run of pages and what each tier has of it; transfers of nodes; pins
 ``policies``              when to write to the host, what to evict first, quotas
-``queue``                 what waits for eviction
-``structure``             the tree itself: cutting, joining, locking
-``eviction``              what leaves a tier, and the room that makes
-``reclaim``               allocations of the engine that make the tree evict
-``backups``               what is stored, once and again
-``bounded``               how long a call may wait for storage
-``presence``              what is known to be in storage
-``transfers``             writes and loads
-``loading``               prefetch and load-back
-``references``            locks and cuts of single nodes
-``cache``                 what an engine calls
+``queue``, ``namespaces`` what may leave a tier, and what a namespace has
+``components``            windowed pools: sliding windows and recurrent states
+``order``                 the value of a node, and the queues of all tiers and pools
+``events``                what routers hear of changes
+``results``               what the calls return
+``radix_tree``            the nodes: walking, splitting, locking
+``matches``               pins of requests, and pins with a time to live
+``residency``             what nodes have in pools, and giving it back
+``presence``, ``backups`` what storage has, and bringing it there
+``transfers``             writes and loads in flight, and what becomes of them
+``evictor``               evictions, and the writes they need
+``room``                  allocations, after evicting
+``loads``, ``prefetches`` from the host to the device, and from storage to the host
+``requests``              matching and inserting
 ``retraction``            requests taken off the device
-``drafts``                registering a draft model's pools
-``events``                what routers are told
-``integrity``             checks and drawing
+``cache``                 what an engine calls; makes all of the above
 ========================  ==============================================================================
+
+Apart from these: ``allocator`` (the engine's), ``ranks`` (decisions of several ranks), ``reclaim`` (allocations of the
+engine that make the tree evict), ``calls`` (what public calls have in common), ``sidecars`` and ``drafts`` (pools that
+come later), ``integrity`` (checks, sizes, drawing).
 """
 
+from .allocator import PageAllocator
 from .cache import UnifiedRadixCache
 from .components import WindowComponent
 from .drafts import maybe_register_hicache_draft, register_hicache_draft_pools
@@ -45,7 +52,6 @@ from .policies import (
     WritePolicy,
 )
 from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
-from .structure import PageAllocator
 
 __all__ = [
     "KEY_BYTES",

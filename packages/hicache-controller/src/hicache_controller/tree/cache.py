@@ -2,80 +2,77 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
 
 from hicache_kernels.validation import finite, whole
 from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolName
 
 from ..controller import HiCacheController
+from ..forks import refuse_in_forks
 from ..hashing import Namespace
-from ..hybrid import HybridCacheController, SidecarPoolSpec
+from ..pool_transfers import SidecarPoolSpec
 from ..wait_bound import WaitBound, checked_timeout
 from . import integrity
-from .bounded import bounded
-from .components import WindowComponent
-from .events import Change, Listener, Tier
-from .keys import KEY_BYTES, SequenceKeys, Tokens, common_pages, join_keys
-from .namespaces import NO_BOOKS
-from .node import NO_PAGES, Pages, TreeNode, unpack
-from .policies import MAX_PRIORITY, MIN_PRIORITY, NO_NAMESPACE, AnyStrategy, Quota, WritePolicy
-from .references import TreeReferences
-from .results import InsertResult, Match, Restored, TreeStats, WindowStats
+from .allocator import PageAllocator, check_device_pages
+from .backups import Backups
+from .calls import tree_call
+from .components import WindowComponent, WindowPool
+from .events import Events, Listener
+from .evictor import Evictor
+from .keys import SequenceKeys
+from .loads import Loads
+from .node import Pages, TreeNode
+from .order import EvictionOrder
+from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, WritePolicy
+from .pools import Pools
+from .prefetches import Prefetches
+from .radix_tree import RadixTree
+from .requests import Requests, checked_pages
+from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
 from .retraction import Retraction
-from .structure import PageAllocator
+from .sidecars import register_sidecar
+from .transfers import Transfers
 
-logger = logging.getLogger(__name__)
 
-
-class UnifiedRadixCache(TreeReferences):
+class UnifiedRadixCache:
     """Prefix tree over the device pool, the host pool and storage.
 
     Keys are chained page hashes (:class:`SequenceKeys`), so equal keys at one place mean an equal prefix, namespace
-    included. Not thread-safe: an engine's scheduler thread owns it.
+    included. A prefix is a hit as far as the anchor and every windowed pool can be restored from some tier at that very
+    length. Entries of these pools without ``host_evict_fn`` or ``device_evict_fn`` get one, so that an allocation of
+    the engine through their group evicts what the tree can spare.
 
-    A prefix is a hit as far as the anchor and every windowed pool can be restored from some tier at that very length.
-
-    The entries of the anchor and of windowed pools get ``host_evict_fn`` and ``device_evict_fn`` where they have none,
-    so that an allocation of the engine through their group evicts what the tree can spare.
+    One thread makes the calls, that of the controller's. A call does all of its steps although a callback of the engine
+    (an allocator, the listener) raises, and raises the first such error at its end; a match that it was to replace then
+    stays the caller's. Interrupts come at the end of a call, or while it waits.
 
     Parameters
     ----------
     controller
-        Moves the bytes and owns the host pools. With components it has to be a :class:`HybridCacheController`.
+        Moves the bytes and owns the host pools.
     device_allocator
         Hands out device pages; the anchor entry's ``device_alloc_fn`` draws on the same one.
     page_size
         Slots a page.
-    write_policy
-        See :class:`WritePolicy`.
-    selective_hits
-        Uses after which ``write_through_selective`` writes a node.
+    write_policy, selective_hits
+        See :class:`WritePolicy`; uses after which ``write_through_selective`` writes a node. May be set later.
     eviction
         ``"lru"``, ``"lfu"``, ``"size_aware"``, ``"fifo"``, ``"filo"``, ``"mru"``, ``"slru"``, an
         :class:`EvictionStrategy` or a :class:`PlacedEvictionStrategy`.
     components
-        Pools of which a prefix needs the last pages alone.
+        Pools of which a prefix needs only the last pages.
     quotas
         Limits by namespace; see :meth:`set_quota`.
-    load_back_pages
-        A match with fewer pages on the host is cut to its device part instead: a short load may cost more than
-        computing.
-    load_quota_pages
-        Most anchor pages one load-back moves; None for no limit.
+    load_back_pages, load_quota_pages
+        Fewest pages on the host that are loaded, as a short load may cost more than computing; most anchor pages that
+        one load-back moves, None for no limit. May be set later.
     listener
         Called for each :class:`CacheEvent`.
     clock
         Seconds, for pins with a time to live; ``time.monotonic`` by default.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        Naming what was given and what is accepted.
     """
 
     def __init__(
@@ -94,32 +91,51 @@ class UnifiedRadixCache(TreeReferences):
         listener: Listener | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        for name, value in (
-            ("selective_hits", selective_hits),
-            ("load_back_pages", load_back_pages),
-            ("load_quota_pages", load_quota_pages),
-        ):
-            if value is not None:
-                whole(name, value)
-        super().__init__(
-            controller,
-            device_allocator,
-            page_size=page_size,
-            write_policy=WritePolicy(write_policy),
-            eviction=eviction,
-            components=components,
-            quotas=quotas or {},
-            listener=listener,
-            clock=clock,
-            load_back_pages=load_back_pages,
-            load_quota_pages=load_quota_pages,
-        )
-        self.selective_hits = selective_hits
-        self._retraction = Retraction(self)
+        self.write_policy = WritePolicy(write_policy)
+        self.selective_hits = whole("selective_hits", selective_hits)
+        self.load_back_pages = whole("load_back_pages", load_back_pages)
+        self.load_quota_pages = None if load_quota_pages is None else whole("load_quota_pages", load_quota_pages)
+        page_size = whole("page_size", page_size)
+        if page_size != controller.page_size:
+            raise ValueError(f"page_size is {page_size}; the controller's pools have pages of {controller.page_size}")
+        group = controller.host_group
+        check_device_pages(group.anchor_entry, device_allocator, page_size)
+        refuse_in_forks(self)
+        self.controller = controller
+        self.engine_calls = calls = controller.engine_calls
+        self.device_allocator = device_allocator
+        self.page_size = page_size
+        self.listener = listener
+        self.clock = clock = time.monotonic if clock is None else clock
+        self.windows = {str(c.name): WindowPool(c, group.get_entry(c.name)) for c in components}
+        order = EvictionOrder(eviction, self.windows)
+        self.strategy = order.strategy
+        events = Events(listener, str(group.anchor_entry.name), page_size, calls)
+        self._tree = tree = RadixTree(page_size, order, calls, clock)
+        for namespace, quota in (quotas or {}).items():
+            tree.set_quota(namespace, quota)
+        self._pools = pools = Pools(tree, controller, events)
+        self._backups = backups = Backups(tree, pools, clock)
+        self._transfers = transfers = Transfers(tree, pools, backups)
+        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self)
+        self._loads = loads = Loads(tree, pools, transfers, evictor, self)
+        self._prefetches = Prefetches(tree, pools, backups, evictor)
+        self._requests = Requests(tree, pools, evictor, loads)
+        self._retraction = Retraction(tree, pools, transfers, evictor, loads)
 
-    # Lookup
+    @property
+    def root(self) -> TreeNode:
+        """The node above all others, which has no pages; another one after :meth:`reset`."""
+        return self._tree.root
 
-    @bounded
+    @tree_call
+    def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
+        """Limit the pages a namespace keeps; takes effect at its next insert or release."""
+        self._tree.set_quota(namespace, quota)
+
+    # Matches
+
+    @tree_call
     def match_prefix(
         self, keys: Sequence[bytes] | SequenceKeys, *, namespace: Namespace | None = None, priority: int = 0
     ) -> Match:
@@ -128,111 +144,48 @@ class UnifiedRadixCache(TreeReferences):
         Parameters
         ----------
         keys
-            Page keys of the whole request, 16 bytes each, or the sequence itself. A request shorter than a page has
-            none, and an empty match.
+            Page keys of the whole request, 16 bytes each, or the sequence itself.
         namespace
-            Whose quota its new pages count against; the sequence's own where ``keys`` is one.
+            Whose quota its new pages count against; by default that of the sequence.
         priority
             Its pages leave a tier after all of lower priority; any int32.
         """
+        self._pools.reclaim.use_on_this_thread()
         priority = whole("priority", priority, least=MIN_PRIORITY, most=MAX_PRIORITY)
-        tokens: Tokens | None = None
-        if isinstance(keys, SequenceKeys):
-            namespace = keys.namespace if namespace is None else namespace
-            tokens = keys.tokens() if self.listener is not None else None
-            blob = join_keys(keys.hashes)
-        else:
-            blob = join_keys(keys)
-        self._tick += 1
-        self._reclaim.use_on_this_thread()
-        self.expire()
-        node, matched = self._walk(self.root, blob, 0)
-        if self.windows:
-            node, matched = self._last_restorable(node, matched)
-        match = self._match_at(blob, node, matched, owner=self._owner(namespace), priority=priority, tokens=tokens)
-        self._touch(match.node, priority)
-        return match
+        return self._requests.match(keys, namespace, priority)
 
     def known_pages(self, keys: Sequence[bytes]) -> int:
         """Leading pages of ``keys`` that the anchor has in some tier, whether or not a prefix may end there.
 
-        Where this is more than a match's ``pages``, windows or states are what is missing: other requests went on from
-        there in another way, so that it is a good place to save some.
+        If this is more than a match's ``pages``, windows or states are what is missing: other requests diverged there,
+        so that it is a good place to save some.
         """
-        return sum(same for _, same in self._known(self.root, join_keys(keys)))
+        return self._requests.known_pages(keys)
 
+    @tree_call
+    def release(self, match: Match) -> None:
+        """Unpin a match; once for each match handed out."""
+        self._evictor.release(match)
+
+    @tree_call
     def pin(self, match: Match, seconds: float) -> None:
         """Keep what a match found in the tiers where it is now for some time, whatever becomes of the match."""
-        seconds = finite("seconds", seconds)
-        self._keep_until(self.clock() + seconds, self._like(match, match.node, match.pages))
+        self._tree.keep_match(match, finite("seconds", seconds))
+
+    @tree_call
+    def expire(self) -> int:
+        """Release pins whose time is over; returns how many."""
+        return self._tree.expire()
 
     def device_page_numbers(self, match: Match) -> Pages:
-        """Device pages of the match's leading ``device_pages``, in order.
-
-        Raises
-        ------
-        ValueError
-            If some are there no more, because a load that was to fill them failed and a poll has seen it; ``settle``
-            gives the shorter match.
-        """
-        parts = [unpack(node.device) for node in self._path(match.device_node) if node.device is not None]
-        pages = np.concatenate(parts[::-1]) if parts else NO_PAGES
-        if len(pages) != match.device_pages:
-            raise ValueError(
-                f"the match has {len(pages)} of its {match.device_pages} device pages, as a load of the others failed; "
-                "settle must come first"
-            )
-        return pages
+        """Device pages of a match, in order; ValueError if a load of some has failed, and :meth:`settle` must come."""
+        return self._requests.device_pages(match)
 
     def window_page_numbers(self, match: Match, name: PoolName | str) -> Pages:
-        """Device pages of a windowed pool for the last pages of a match, in order; at most the window's.
+        """Device pages of a windowed pool at the end of a match, in order; ValueError if some are on the host."""
+        return self._requests.window_pages(match, str(name))
 
-        Raises
-        ------
-        ValueError
-            If some are on the host; load_back must come first.
-        """
-        found = []
-        for part, needed in self._window(match.node, str(name)) or ():
-            if part.device is None or part.on_device < needed:
-                raise ValueError(f"the match has pages of {name!s} on the host; load_back must come first")
-            found.append(unpack(part.device)[part.on_device - needed :])
-        return np.concatenate(found[::-1]) if found else NO_PAGES
-
-    def _touch(self, node: TreeNode, priority: int) -> None:
-        write: TreeNode | None = None
-        selective = self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        for above in self._path(node):
-            self._used(above, priority)
-            if selective and write is None and above.hits >= self.selective_hits and above.device is not None:
-                write = above
-        for name in self.windows:
-            for part, _ in self._window(node, name) or ():
-                part.last_access = self._tick
-        if write is not None:
-            self._write_through(write)
-        self._store_again(node)
-
-    def _write_through(self, node: TreeNode) -> None:
-        """Write a prefix and its windows to the host; an error is logged, as the caller's own work is done by then."""
-        try:
-            if node.host is None:
-                self._ensure_host(node)
-            self._write_windows(node)
-        except Exception:
-            logger.exception("a prefix of %d pages was not written to the host", node.depth)
-
-    @bounded
-    def alloc_device(self, count: int) -> Pages | None:
-        """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
-        return self._alloc_device(whole("count", count, least=0))
-
-    @bounded
-    def alloc_window(self, name: PoolName | str, count: int) -> Pages | None:
-        """Allocate pages of a windowed pool for the engine to compute into; None if too few."""
-        return self._alloc_window_device(str(name), whole("count", count, least=0))
-
-    @bounded
+    @tree_call
     def insert(
         self,
         match: Match,
@@ -242,138 +195,184 @@ class UnifiedRadixCache(TreeReferences):
         windows: Mapping[str, Pages] | None = None,
         computed_tokens: int | None = None,
     ) -> InsertResult:
-        """Hand computed pages over to the tree, behind a match that is wholly on the device.
+        """Give computed pages to the tree, after a match that is wholly on the device.
+
+        If another request had inserted some of them first, the tree keeps its own pages and the duplicates are freed.
+        It waits for loads of these pages; if one fails, the request's own take their place.
 
         Parameters
         ----------
         match
-            Pinned match; the one in the result replaces it.
+            Pinned match; the one in the result, over all published pages, replaces it.
         pages
-            Device page numbers of the pages behind the match.
+            Device page numbers of the pages after the match.
         count
             How many pages to publish (default: all of ``pages``); the others stay the engine's.
         windows
             For windowed pools, the device pages of the last published pages, at most ``count``. A prefix that gets
             none for a pool is no hit at this length; so a recurrent state is given where it was saved.
         computed_tokens
-            Tokens of the request, from its start, whose KV is computed: whole pages up to there are published. Given
-            instead of ``count``.
-
-        Returns
-        -------
-        InsertResult
-            The pinned match over all published pages; where another request had inserted some of them first, the
-            tree's pages stand and the duplicates among ``pages`` are freed. Pages that a load is to fill stand once it
-            has, so it is waited for; where it fails, the request's own take their place.
+            Instead of ``count``, tokens of the request whose KV is computed: whole pages up to there are published.
 
         Raises
         ------
         ValueError
-            Where the match was released or replaced before, or is not on the device, pages are not ones of the device
+            If the match was released or replaced before, or is not on the device, pages are not ones of the device
             pool, each once, or counts do not fit. Nothing was changed.
         """
-        self._check_pinned(match)
-        pages = self._checked_pages("pages", pages, self.device_allocator.page_num)
-        windows = windows or {}
-        count = self._count_to_publish(match, pages, count, computed_tokens)
-        for name, given in windows.items():
-            if name not in self.windows:
-                raise ValueError(f"windows has {name!s}; the tree's components are {list(self.windows)}")
-            if len(given) > count:
-                raise ValueError(f"windows has {len(given)} pages of {name!s} for {count} published pages")
-        self._settle_behind(match, count)
-        self._tick += 1
-        begin, end = match.pages, match.pages + count
-        blob = match.keys[: end * KEY_BYTES]
-        node, at = match.node, begin
-        duplicates: list[Pages] = []
-        while at < end:
-            child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            if child is None:
-                child = self._add_child(node, blob[at * KEY_BYTES :], match.owner)
-                self._give_tokens(child, match, at)
-                self._set_device(child, pages[at - begin : end - begin])
-                self._tell(Change.STORED, Tier.DEVICE, child)
-            else:
-                tail = blob[at * KEY_BYTES : at * KEY_BYTES + len(child.keys)]
-                same = common_pages(child.keys, tail)
-                if same < child.pages:
-                    child = self._split(child, same)
-                own = pages[at - begin : at - begin + same]
-                if child.device is None:
-                    self._set_device(child, own)
-                    self._tell(Change.STORED, Tier.DEVICE, child)
-                else:
-                    duplicates.append(own)
-            node, at = child, at + child.pages
-        parts = [p for name, given in windows.items() for p in self._adopt_window(node, name, given, device=True)]
-        result = self._like(match, node, end)
-        self._release_pins(match)
-        self._offer_windows(parts)
-        self._touch(node, match.priority)
-        if duplicates:
-            self.controller.evict_device(self._slots(np.concatenate(duplicates)))
-        if self.write_policy is WritePolicy.WRITE_THROUGH:
-            self._write_through(node)
-            self.controller.start_writing()
-        if match.owner.device_queue is not None:
-            self._keep_quota(match.owner)
-        return InsertResult(result, sum(map(len, duplicates)))
+        pages = checked_pages(pages, self.device_allocator.page_num)
+        return self._requests.insert(match, pages, count, windows or {}, computed_tokens)
 
-    @staticmethod
-    def _checked_pages(name: str, pages: Pages, page_num: int) -> Pages:
-        checked = np.asarray(pages)
-        if checked.ndim != 1 or (checked.size and not np.issubdtype(checked.dtype, np.integer)):
-            raise ValueError(f"{name} has shape {checked.shape} and type {checked.dtype}; accepted are integers [n]")
-        if checked.size and not 0 <= int(checked.min()) <= int(checked.max()) < page_num:
-            raise ValueError(f"{name} runs from {checked.min()} to {checked.max()}; accepted is 0..{page_num - 1}")
-        if len(np.unique(checked)) != checked.size:
-            raise ValueError(f"{name} names a page twice; every page is accepted once")
-        return checked.astype(np.int64, copy=False)
+    # Room
 
-    def _count_to_publish(self, match: Match, pages: Pages, count: int | None, computed_tokens: int | None) -> int:
-        if match.host_pages or match.host_pin.parts:
-            raise ValueError(
-                f"match has {match.host_pages} pages and {len(match.host_pin.parts)} windows on the host; load_back "
-                "must come before insert"
-            )
-        if match.node.parent is not None and (match.node.device is None or match.node.load is not None):
-            raise ValueError("a load of the match is in flight or has failed; settle must come before insert")
-        if computed_tokens is not None:
-            if count is not None:
-                raise ValueError("count and computed_tokens are both given; accepted is one of them")
-            computed_tokens = whole("computed_tokens", computed_tokens, least=0)
-            count = min(max(computed_tokens // self.page_size - match.pages, 0), len(pages))
-        count = len(pages) if count is None else whole("count", count, least=0)
-        request = len(match.keys) // KEY_BYTES
-        if count > len(pages) or match.pages + count > request:
-            raise ValueError(
-                f"{count} pages to insert behind {match.pages} matched ones; the request has {request} pages and "
-                f"{len(pages)} were given"
-            )
-        return count
+    @tree_call
+    def alloc_device(self, count: int) -> Pages | None:
+        """Allocate pages for the engine to compute into, evicting what the strategy says; None if too few."""
+        return self._evictor.alloc_device(whole("count", count, least=0))
+
+    @tree_call
+    def alloc_window(self, name: PoolName | str, count: int) -> Pages | None:
+        """Allocate pages of a windowed pool for the engine to compute into; None if too few."""
+        return self._evictor.alloc_window_device(str(name), whole("count", count, least=0))
+
+    @tree_call
+    def evict_device(self, count: int) -> int:
+        """Free at least ``count`` device pages if the unlocked leaves allow; returns how many were freed.
+
+        Under ``write_back`` the pages that leave are written to the host first. They are free once they have been read:
+        on a GPU the current stream is made to wait for that, and nothing waits for the bytes to arrive on the host.
+        """
+        return self._evictor.evict_device(whole("count", count, least=0))
+
+    def evict(self, count: int) -> int:
+        """Free at least ``count`` device pages if the unlocked leaves allow; as :meth:`evict_device`."""
+        return self.evict_device(count)
+
+    @tree_call
+    def evict_host(self, count: int) -> int:
+        """Free at least ``count`` host pages if the unlocked leaves allow; returns how many were freed.
+
+        Host copies of pages that are on the device as well may leave like all others. For what storage is to take first
+        this waits within the scheduler's bound, then gives its backup up. Pages that a call to storage still reads are
+        not free before it ends.
+        """
+        return self._evictor.evict_host(whole("count", count, least=0))
+
+    @tree_call
+    def evict_window_device(self, name: PoolName | str, count: int) -> int:
+        """Free device pages of a windowed pool, least recently used prefixes first; each is saved on the host first."""
+        return self._evictor.evict_window_device(str(name), whole("count", count, least=0))
+
+    @tree_call
+    def evict_window_host(self, name: PoolName | str, count: int) -> int:
+        """Free host pages of a windowed pool, least recently used prefixes first; see :meth:`evict_host`."""
+        return self._evictor.evict_window_host(str(name), whole("count", count, least=0))
+
+    # From storage to the host, and on to the device
+
+    @tree_call
+    def prefetch(self, match: Match, *, timeout: float | None = None) -> Match:
+        """Bring the pages after the match from storage to the host, and wait for all of them.
+
+        The match that it returns replaces this one. What has come after ``timeout`` seconds, by default the storage's
+        ``timeout_seconds``, counts.
+        """
+        with self._prefetches.waiting(checked_timeout(timeout)):
+            return self._prefetches.finish(self._prefetches.start(match), wait=True)
+
+    @tree_call
+    def start_prefetch(self, match: Match) -> Prefetching:
+        """Start to bring the pages after the match from storage to the host; none if it does not answer in time.
+
+        The match stays pinned. The caller releases it, or calls :meth:`finish_prefetch`, exactly once for each start
+        that brings pages.
+        """
+        return self._prefetches.start(match)
+
+    def prefetch_ready(self, started: Prefetching) -> bool:
+        """Return whether, by the controller's prefetch policy, the request may run."""
+        return started.operation is None or self.controller.prefetch_ready(started.operation)
+
+    @tree_call
+    def finish_prefetch(self, started: Prefetching, *, wait: bool = False, timeout: float | None = None) -> Match:
+        """End a prefetch as the policy says, or with ``wait`` once everything has come.
+
+        The match it returns has what came, and replaces the one it began with. If waiting is interrupted, nothing
+        comes, and that one stays the caller's.
+
+        Parameters
+        ----------
+        started
+            What :meth:`start_prefetch` returned.
+        wait, timeout
+            Whether to wait for all of it, and for how many seconds, by default the storage's ``timeout_seconds``.
+
+        Raises
+        ------
+        ValueError
+            If it has ended before, by this or by ``reset``, or ``timeout`` is given without ``wait``. Nothing was
+            changed.
+        """
+        if not wait:
+            if timeout is not None:
+                raise ValueError(f"timeout is {timeout}, and wait is False; a timeout is accepted with wait=True")
+            return self._prefetches.finish(started, wait=False)
+        with self._prefetches.waiting(checked_timeout(timeout)):
+            return self._prefetches.finish(started, wait=True)
+
+    @tree_call
+    def load_back(self, match: Match, *, wait: bool = True) -> Match:
+        """Load what the match has on the host to the device.
+
+        The match it returns replaces this one, and is on the device. It is shorter if the device has no room for all of
+        it, a load failed, or ``load_back_pages`` and ``load_quota_pages`` say so. What another request is loading
+        already is not loaded again. With ``wait=False`` the loads may still run: the engine lets its layers wait for
+        the match's ``consumers``, and calls :meth:`settle` before it inserts.
+
+        ValueError if the match was released or replaced before.
+        """
+        return self._loads.load_back(match, wait=wait)
+
+    @tree_call
+    def settle(self, match: Match) -> Match:
+        """Wait for the loads that fill a match; the match it returns replaces it, shorter if one failed."""
+        return self._loads.settle(match)
+
+    # Transfers in flight
+
+    @tree_call
+    def poll(self, *, wait: bool = False) -> bool:
+        """Handle finished transfers (with ``wait``, at least one if any is in flight); returns whether there were any.
+
+        Storage is waited for within the scheduler's bound, so that False may come while backups run; see :meth:`drain`.
+        """
+        return self._transfers.poll(wait=wait)
+
+    @tree_call
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until no transfer is in flight; returns whether that was reached.
+
+        It waits for storage ``timeout`` seconds, where 0 only polls, or by default as long as another page is stored
+        within the storage's ``timeout_seconds``.
+        """
+        return self._transfers.drain(checked_timeout(timeout))
 
     # Requests off the device
 
-    @bounded
+    @tree_call
     def retraction_backup(
         self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
     ) -> bool:
-        """Move a running request to the host, all pools or none; see :meth:`Retraction.backup`.
+        """Move a running request to the host, all pools or none.
 
         Parameters
         ----------
         request_id
             For :meth:`retraction_restore` and :meth:`retraction_discard`.
-        match
-            Its pinned match, on the device. Released where the result is True.
-        pages, windows
-            Its private device pages of the anchor, and of windowed pools; freed where the result is True.
-
-        Returns
-        -------
-        bool
-            False where the host has no room even after evicting, or the write failed: the request stays as it was.
+        match, pages, windows
+            Its pinned match, on the device, and its private device pages of the anchor and of windowed pools. The match
+            is released and the pages freed if the result is True. It is False if the host has no room even after
+            evicting, or the write failed: the request stays as it was.
 
         Raises
         ------
@@ -382,19 +381,14 @@ class UnifiedRadixCache(TreeReferences):
         """
         return self._retraction.backup(request_id, match, pages, windows=windows)
 
-    @bounded
+    @tree_call
     def retraction_restore(self, request_id: str) -> Restored | None:
-        """Bring a request back to the device; None where that has no room now, and it stays retracted.
-
-        Raises
-        ------
-        KeyError
-            No such request is retracted.
-        """
+        """Bring a request back to the device; None if that has no room now; KeyError if it is not retracted."""
         return self._retraction.restore(request_id)
 
+    @tree_call
     def retraction_discard(self, request_id: str) -> None:
-        """Forget a retracted request; KeyError where there is none of that id."""
+        """Forget a retracted request; KeyError if there is none of that id."""
         self._retraction.discard(request_id)
 
     @property
@@ -402,65 +396,75 @@ class UnifiedRadixCache(TreeReferences):
         """Ids of the requests that are off the device."""
         return self._retraction.requests
 
+    # Single nodes
+
+    @tree_call
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        """Keep a node and its prefix on the device until as many calls of :meth:`dec_lock_ref`; not windowed pools.
+
+        ValueError if the node is not in the tree, or not on the device.
+        """
+        self._tree.add_reference(node, device=True)
+
+    @tree_call
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        """Undo one :meth:`inc_lock_ref`; ValueError if there is none left."""
+        self._tree.drop_reference(node, device=True)
+
+    @tree_call
+    def inc_host_lock_ref(self, node: TreeNode) -> None:
+        """Keep a node, and with it its prefix, on the host; see :meth:`inc_lock_ref`."""
+        self._tree.add_reference(node, device=False)
+
+    @tree_call
+    def dec_host_lock_ref(self, node: TreeNode) -> None:
+        """Undo one :meth:`inc_host_lock_ref`; ValueError if there is none left."""
+        self._tree.drop_reference(node, device=False)
+
+    @tree_call
+    def split(self, node: TreeNode, pages: int) -> TreeNode:
+        """Split a node in two and return the head, which is new and has ``pages`` pages.
+
+        The node stays as the tail, with its locks and transfers in flight. ValueError if it is not in the tree, is its
+        root, or does not have more pages.
+        """
+        return self._tree.checked_split(node, pages)
+
     # Pools that come later
 
+    @tree_call
     def register_sidecar_pool(self, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
-        """Let a pool that shares another's slots take part in every operation, and in storage where it is attached.
+        """Let a pool that shares another's slots take part in every operation, and in storage if it is attached.
 
         Raises
         ------
-        TypeError
-            The controller is no HybridCacheController.
         ValueError
             Spec and entry name different pools, the pool has fewer host slots than its source, its pages have another
-            size, or the tree holds pages already, whose sidecar part nobody has.
+            size, or the tree holds pages already, of which the new pool has nothing.
         KeyError
             The source is not in the group.
         """
-        controller = self.controller
-        if not isinstance(controller, HybridCacheController):
-            raise TypeError(f"controller is a {type(controller).__name__}; sidecars need a HybridCacheController")
-        if spec.pool_name != entry.name:
-            raise ValueError(f"spec is for pool {spec.pool_name!s} and entry is {entry.name!s}; both must be the same")
-        source = controller.host_group.get_pool(spec.indices_from_pool)
-        for what in ("page_size", "size"):
-            mine, theirs = int(getattr(entry.host_pool, what)), int(getattr(source, what))
-            if mine != theirs if what == "page_size" else mine < theirs:
-                raise ValueError(
-                    f"pool {entry.name!s} has {what} {mine}; it shares the slots of {spec.indices_from_pool!s}, which "
-                    f"has {theirs}, and needs {'the same' if what == 'page_size' else 'at least as many'}"
-                )
         if self.root.children is not None:
             raise ValueError(
                 f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
                 "or after reset"
             )
-        controller.add_entry(entry)
-        controller.add_sidecar(spec)
+        register_sidecar(self.controller, spec, entry)
 
     # Inspection, end
 
     def stats(self) -> TreeStats:
         """Size of the tree; walks all of it."""
-        nodes = list(self._all_nodes())
-        return TreeStats(
-            len(nodes),
-            sum(node.pages for node in nodes if node.device is not None),
-            sum(node.pages for node in nodes if node.host is not None),
-        )
+        return integrity.sizes(self.root)
 
     def window_stats(self, name: PoolName | str) -> WindowStats:
         """Pages of a windowed pool; walks the whole tree."""
-        parts = [part for node in self._all_nodes() if (part := node.window(str(name))) is not None]
-        return WindowStats(
-            sum(part.on_device for part in parts),
-            sum(part.on_host for part in parts),
-        )
+        return integrity.window_sizes(self.root, str(name))
 
     def namespace_stats(self, namespace: Namespace | None) -> tuple[int, int]:
         """Device and host pages of a namespace."""
-        books = self._books.get(NO_NAMESPACE if namespace is None else namespace, NO_BOOKS)
-        return books.device_pages, books.host_pages
+        usage = self._tree.usage(namespace)
+        return usage.device_pages, usage.host_pages
 
     def check_integrity(self) -> None:
         """Check every invariant; raises RuntimeError naming the node and the fault."""
@@ -470,50 +474,27 @@ class UnifiedRadixCache(TreeReferences):
         """Draw the tree as text, a node a line: pages, tiers (D, H, S), locks, windows."""
         return integrity.draw(self.root)
 
+    @tree_call
     def reset(self, timeout: float | None = None) -> None:
         """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void.
 
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for storage to take what is on its way there, by default as long as it gets on.
+        Waits for storage as :meth:`drain`, then gives up the backups.
 
         Raises
         ------
         TimeoutError
-            If a call to storage does not end then. Backups were given up, nothing else was changed; call it again.
+            If a call to storage does not end within ``timeout``. Nothing else was changed; call it again.
         """
         timeout = checked_timeout(timeout)
         bound = WaitBound(math.inf if timeout is None else timeout)
-        if not self.drain(None if timeout is None else bound.left()):
-            for operation in list(self._backups.values()):
-                self._give_up_backup(operation)
+        if not self._transfers.drain(None if timeout is None else bound.left()):
+            for operation in list(self._backups.running.values()):
+                self._backups.give_up(operation)
         self.controller.quiesce(None if timeout is None else bound.left())
-        self._retraction.forget()
         if self.listener is not None:
-            for node in reversed(list(self._all_nodes())):
-                self._tell_gone(node)
-        for node in list(self._all_nodes()):
-            for part in node.windows:
-                if part.device is not None and part.load is None:
-                    self._free_window_pages(part.name, unpack(part.device), device=True)
-                part.device = part.host = None
-            # What a load is still to fill goes back with it, by the controller.
-            if node.device is not None and node.load is None:
-                self.controller.evict_device(self._slots(unpack(node.device)))
-            # Queues and old matches may still hold it; it has nothing any more.
-            node.device = node.host = None
+            for node in reversed(list(self._tree.nodes())):
+                self._pools.events.all_removed(node)
+        self._pools.free_all()
         self.controller.reset()
-        self.root = TreeNode(0, None, b"")
-        for running in (self._writes, self._loads, self._backups):
-            running.clear()
-        self._backed_up_pages = 0
-        self._timed.clear()
-        self._pinned.clear()
-        self._prefetches.clear()
-        self._to_store.clear()
-        self._references.clear()
-        for queue in self._queues():
-            queue.clear()
-        for books in self._books.values():
-            books.device_pages = books.host_pages = 0
+        for part in (self._retraction, self._tree, self._transfers, self._backups):
+            part.clear()

@@ -1,7 +1,8 @@
-"""WindowComponent: a pool of which a prefix needs only the last pages, and the tree's access to it."""
+"""WindowComponent: a pool of which a prefix needs only its last pages; WindowPool: the tree's access to it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from hicache_kernels.validation import whole
 from hicache_pools.group import PoolEntry
-from hicache_pools.pool_transfer import PoolName
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
 from .node import Pages, WindowPart
 from .queue import EvictionQueue
@@ -20,8 +21,8 @@ class WindowComponent:
     """A pool with slots of its own that a prefix needs for its last pages alone.
 
     A sliding window needs as many pages as the window touches; a recurrent state needs the one that was saved at the
-    very end (``window_pages=1``), a page of its pool being a state. Full attention is the tree's anchor, and sidecars,
-    which share the slots of another pool, come and go with that pool; neither is a component of its own.
+    very end (``window_pages=1``), as a page of its pool is a state. Full attention is the tree's anchor, and sidecars,
+    which share the slots of another pool, move with that pool; neither is a component.
 
     Parameters
     ----------
@@ -39,17 +40,17 @@ class WindowComponent:
 
     @classmethod
     def sliding_window(cls, name: PoolName | str, *, window_tokens: int, page_size: int) -> WindowComponent:
-        """Make the component of a sliding window: the pages its last tokens may lie in, for a prefix of whole pages."""
+        """Return the component of a sliding window: as many pages as its tokens may touch at the end of a prefix."""
         return cls(name, -(-whole("window_tokens", window_tokens) // whole("page_size", page_size)))
 
     @classmethod
     def recurrent_state(cls, name: PoolName | str = PoolName.MAMBA) -> WindowComponent:
-        """Make the component of a recurrent state, which is needed at the end of a prefix."""
+        """Return the component of a recurrent state, which is needed at the end of a prefix."""
         return cls(name, 1)
 
 
 class SlotPages:
-    """Turns page numbers of a pool into slot indices and back."""
+    """Converts page numbers of a pool to slot indices and back."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -68,7 +69,7 @@ class SlotPages:
 
 
 class WindowPool:
-    """A component with its entry, its slots, and what of it may be evicted."""
+    """A component with its entry, and queues of its parts that may be evicted."""
 
     def __init__(self, component: WindowComponent, entry: PoolEntry) -> None:
         if entry.device_alloc_fn is None or entry.device_free_fn is None:
@@ -87,21 +88,38 @@ class WindowPool:
         )
 
     def offer(self, part: WindowPart) -> None:
-        """Let the sides of a part that may be evicted wait for it."""
+        """Queue the sides of a part that may be evicted."""
         self.host_queue.offer(part, self.device_queue.offer(part))
 
     def alloc_device(self, pages: int) -> Pages | None:
-        """Take device pages; None where too few are free."""
+        """Allocate device pages; None if too few are free."""
         if self.entry.device_alloc_fn is None:
             return None
         slots = self.entry.device_alloc_fn(pages * self.converter.page_size)
         return None if slots is None else self.converter.pages(slots.cpu())
 
     def free_host_pages(self) -> int:
-        """Free pages on the host."""
+        """Return the number of free host pages."""
         return int(self.entry.host_pool.available_size()) // self.converter.page_size
 
 
 def window_rank(part: WindowPart) -> tuple[float, ...]:
-    """Rank of a part among those that may be evicted."""
+    """Return the rank of a part among those that may be evicted."""
     return part.node.priority, part.last_access
+
+
+def trailing(
+    pool: str,
+    *,
+    host_indices: torch.Tensor | None = None,
+    device_indices: torch.Tensor | None = None,
+    keys: Sequence[bytes] | None = None,
+) -> PoolTransfer:
+    """Return the transfer of a windowed pool, whose pages are the last ones of a prefix."""
+    return PoolTransfer(
+        pool,
+        host_indices=host_indices,
+        device_indices=device_indices,
+        keys=keys,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+    )

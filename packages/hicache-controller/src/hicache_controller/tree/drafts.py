@@ -8,7 +8,7 @@ from hicache_pools.group import PoolEntry
 from hicache_pools.packed_draft import unwrap_draft_pool
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolName
 
-from ..hybrid import SidecarPoolSpec
+from ..pool_transfers import SidecarPoolSpec
 from .cache import UnifiedRadixCache
 
 

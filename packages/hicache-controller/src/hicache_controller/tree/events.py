@@ -1,4 +1,4 @@
-"""CacheEvent: what routers that choose a server by its cache want to know."""
+"""CacheEvent: what a router needs to choose a server by its cache; Events: reports them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .keys import Tokens
+from ..engine_calls import EngineCalls
+from .keys import KEY_BYTES, Tokens, key_list
+from .node import TreeNode, WindowPart
 
 
 class Tier(StrEnum):
@@ -15,6 +17,11 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
+
+
+def tier(*, device: bool) -> Tier:
+    """Return the device's tier, or the host's."""
+    return Tier.DEVICE if device else Tier.HOST
 
 
 class Change(StrEnum):
@@ -26,9 +33,9 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Pages that can be had from a tier now, or no longer.
+    """Pages that are in a tier now, or no longer.
 
-    Storage is told of as far as the tree knows: pages that it stored or found there, once each, and those of them that
+    For storage, events cover what the tree knows: pages that it stored or found there, once each, and which of them
     storage has removed. Other processes may store more.
 
     Attributes
@@ -53,3 +60,70 @@ class CacheEvent:
 
 Listener = Callable[[CacheEvent], object]
 """Called for each event, in the order of events, on the thread that uses the tree; must not call the tree."""
+
+
+class Events:
+    """Reports what nodes and window parts have in the tiers.
+
+    Parameters
+    ----------
+    listener
+        Called for each event; None: nothing is reported.
+    anchor
+        Name of the anchor's pool.
+    page_size
+        Tokens a page.
+    calls
+        Keeps what the listener raises until the public call ends.
+    """
+
+    def __init__(self, listener: Listener | None, anchor: str, page_size: int, calls: EngineCalls) -> None:
+        self.listener = listener
+        self.anchor = anchor
+        self._page_size = page_size
+        self._calls = calls
+
+    def pages(self, change: Change, tier: Tier, pool: str, node: TreeNode, first: int, end: int) -> None:
+        """Report some of a node's pages."""
+        if self.listener is None:
+            return
+        keys = tuple(key_list(node.keys[first * KEY_BYTES : end * KEY_BYTES]))
+        self.run(change, tier, pool, keys, node.key_before(first), node, first)
+
+    def run(
+        self,
+        change: Change,
+        tier: Tier,
+        pool: str,
+        keys: tuple[bytes, ...],
+        parent: bytes | None,
+        node: TreeNode | None = None,
+        first: int = 0,
+    ) -> None:
+        """Report keys that follow each other; their tokens are those of ``node`` from page ``first`` on."""
+        if self.listener is None:
+            return
+        tokens = None
+        if node is not None and node.tokens is not None:
+            tokens = node.tokens[first * self._page_size : (first + len(keys)) * self._page_size]
+        self._calls.call(self.listener, CacheEvent(change, tier, pool, keys, parent, tokens))
+
+    def node(self, change: Change, tier: Tier, node: TreeNode) -> None:
+        """Report all pages of a node."""
+        self.pages(change, tier, self.anchor, node, 0, node.pages)
+
+    def window(self, change: Change, tier: Tier, part: WindowPart, pages: int, skip: int = 0) -> None:
+        """Report the last ``pages`` pages of a part's node, except the very last ``skip``."""
+        self.pages(change, tier, part.name, part.node, part.node.pages - pages, part.node.pages - skip)
+
+    def all_removed(self, node: TreeNode) -> None:
+        """Report that a node and its windows leave every tier that they were reported in."""
+        for part in node.windows:
+            if part.on_device and part.load is None:
+                self.window(Change.REMOVED, Tier.DEVICE, part, part.on_device)
+            if part.on_host and part.write is None:
+                self.window(Change.REMOVED, Tier.HOST, part, part.on_host)
+        if node.device is not None and node.load is None:
+            self.node(Change.REMOVED, Tier.DEVICE, node)
+        if node.host is not None and node.write is None:
+            self.node(Change.REMOVED, Tier.HOST, node)

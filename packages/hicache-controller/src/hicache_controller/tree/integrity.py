@@ -1,4 +1,4 @@
-"""Checks of the tree's invariants, and its drawing for people."""
+"""Checks of the tree's invariants, its sizes, and its drawing as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from .components import WindowPool
 from .node import Pages, TreeNode, WindowPart, unpack
+from .results import TreeStats, WindowStats
 
 
 def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
@@ -28,7 +29,7 @@ def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
 def _check_children(node: TreeNode) -> None:
     for child in node.all_children():
         if child.parent is not node or node.child(child.key(0)) is not child:
-            raise RuntimeError(f"node {child.id} hangs wrongly below node {node.id}")
+            raise RuntimeError(f"node {child.id} is wrongly a child of node {node.id}")
     counts = (
         sum(child.device is not None for child in node.all_children()),
         sum(child.host is not None for child in node.all_children()),
@@ -86,6 +87,22 @@ def _check_window(
         if not pins and part not in queue:
             raise RuntimeError(f"node {node.id}'s part in {part.name} does not wait for eviction from the {name}")
         parts.setdefault(f"{name} {part.name}", []).append(pages)
+
+
+def sizes(root: TreeNode) -> TreeStats:
+    """Return the size of a tree."""
+    nodes = [node for node in _nodes(root) if node is not root]
+    return TreeStats(
+        len(nodes),
+        sum(node.pages for node in nodes if node.device is not None),
+        sum(node.pages for node in nodes if node.host is not None),
+    )
+
+
+def window_sizes(root: TreeNode, pool: str) -> WindowStats:
+    """Return the size of a windowed pool in a tree."""
+    parts = [part for node in _nodes(root) if (part := node.window(pool)) is not None]
+    return WindowStats(sum(part.on_device for part in parts), sum(part.on_host for part in parts))
 
 
 def draw(root: TreeNode) -> str:

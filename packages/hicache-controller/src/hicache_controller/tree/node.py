@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .keys import KEY_BYTES, Tokens
-from .namespaces import NO_BOOKS, NamespaceBooks
+from .queue import NO_USAGE, NamespaceUsage
 
 Pages = npt.NDArray[np.int64]
 """Page numbers of one pool on one side."""
 
 NO_PAGES: Pages = np.empty(0, np.int64)
+NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 PackedPages = int | bytes
 """Page numbers as nodes and window parts keep them: a run of neighbours as one integer, all else as int32.
@@ -44,8 +47,10 @@ def unpack(packed: PackedPages) -> Pages:
     return np.frombuffer(packed, np.int32).astype(np.int64)
 
 
-def packed_count(packed: PackedPages) -> int:
+def packed_count(packed: PackedPages | None) -> int:
     """Count packed page numbers."""
+    if packed is None:
+        return 0
     return packed & _COUNT if isinstance(packed, int) else len(packed) // 4
 
 
@@ -55,24 +60,52 @@ def cut(packed: PackedPages, at: int) -> tuple[PackedPages, PackedPages]:
     return pack(pages[:at]), pack(pages[at:])
 
 
-_STORED = 32
-"""Bit of ``queued``, where it takes no room of its own."""
+_TO_STORE, _STORED = 16, 32
+"""Bits of ``queued``, where they take no memory of their own."""
 
 
-class Storable:
-    """What can be in storage as well."""
+class Tiered:
+    """What has pages in both tiers, transfers between them, and a copy in storage."""
 
-    __slots__ = ("queued",)
+    __slots__ = ("device", "host", "load", "queued", "write")
     queued: int
+    device: PackedPages | None
+    host: PackedPages | None
+    write: Operation | None
+    load: Operation | None
+
+    def part(self, *, device: bool) -> PackedPages | None:
+        """Return its pages on the device, or on the host."""
+        return self.device if device else self.host
+
+    def transfer(self, *, device: bool) -> Operation | None:
+        """Return the transfer under way to the device, or to the host."""
+        return self.load if device else self.write
+
+    def end_transfer(self, *, device: bool) -> None:
+        """Note that the transfer is over."""
+        if device:
+            self.load = None
+        else:
+            self.write = None
 
     @property
     def stored(self) -> bool:
-        """Whether storage has all of its pages, as far as is known."""
+        """Whether storage is known to have all of its pages."""
         return bool(self.queued & _STORED)
 
     @stored.setter
     def stored(self, stored: bool) -> None:
         self.queued = self.queued | _STORED if stored else self.queued & ~_STORED
+
+    @property
+    def waits_for_storage(self) -> bool:
+        """Whether it is in the queue of what is to be stored again."""
+        return bool(self.queued & _TO_STORE)
+
+    @waits_for_storage.setter
+    def waits_for_storage(self, waits: bool) -> None:
+        self.queued = self.queued | _TO_STORE if waits else self.queued & ~_TO_STORE
 
 
 @dataclass(eq=False, slots=True)
@@ -89,8 +122,8 @@ class Pin:
         else:
             part.host_pins = (*part.host_pins, self)
 
-    def let_go(self, *, device: bool) -> list[WindowPart]:
-        """Let go of all parts, and return them."""
+    def release(self, *, device: bool) -> list[WindowPart]:
+        """Release all parts, and return them."""
         parts, self.parts = self.parts, []
         for part in parts:
             if device:
@@ -135,7 +168,7 @@ class Operation:
 
 
 @dataclass(eq=False, slots=True)
-class WindowPart(Storable):
+class WindowPart(Tiered):
     """What a windowed pool (sliding window, recurrent state) keeps of a node: its last pages, on either side.
 
     Attributes
@@ -172,12 +205,12 @@ class WindowPart(Storable):
     @property
     def on_device(self) -> int:
         """Last pages of the node that are there on the device."""
-        return 0 if self.device is None else packed_count(self.device)
+        return packed_count(self.device)
 
     @property
     def on_host(self) -> int:
         """Last pages of the node that are there on the host."""
-        return 0 if self.host is None else packed_count(self.host)
+        return packed_count(self.host)
 
 
 class Needed(NamedTuple):
@@ -188,7 +221,7 @@ class Needed(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class TreeNode(Storable):
+class TreeNode(Tiered):
     """A run of pages that share their prefix.
 
     Attributes
@@ -206,19 +239,19 @@ class TreeNode(Storable):
     device_children, host_children
         How many children have that part; a leaf of the tier has none.
     owner
-        What its namespace has.
+        What its namespace has in the tree.
     queued
         In which queues it is, a bit each.
     windows
         Parts in windowed pools, at most one each: a node has few, and a tuple is a fifth of a dict.
     tokens
-        Token ids, where somebody listens to events.
+        Token ids, where there is a listener for events.
     """
 
     id: int
     parent: TreeNode | None
     keys: bytes
-    owner: NamespaceBooks = NO_BOOKS
+    owner: NamespaceUsage = NO_USAGE
     depth: int = 0
     created: int = 0
     device: PackedPages | None = None
@@ -252,13 +285,27 @@ class TreeNode(Storable):
         """Whether it has a part in a tier, as every node in the tree has."""
         return self.device is not None or self.host is not None
 
+    @property
+    def in_tree(self) -> bool:
+        """Whether it is still in the tree."""
+        return self.parent is None or (self.present and self.parent.child(self.key(0)) is self)
+
+    def path(self) -> Iterator[TreeNode]:
+        """Yield the node and its ancestors, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
     def key(self, page: int) -> bytes:
         """Key of one page."""
         return self.keys[page * KEY_BYTES : (page + 1) * KEY_BYTES]
 
-    def last_key(self) -> bytes | None:
-        """Key of the last page; None for the root."""
-        return self.keys[-KEY_BYTES:] or None
+    def key_before(self, page: int) -> bytes | None:
+        """Key of the page before a page; None at the start of a sequence."""
+        if page:
+            return self.key(page - 1)
+        return None if self.parent is None else self.parent.keys[-KEY_BYTES:] or None
 
     def child(self, key: bytes) -> TreeNode | None:
         """Return the child whose first page has this key."""

@@ -181,5 +181,14 @@ class Quota:
                 whole(name, value, least=0)
 
 
+class TreeSettings(Protocol):
+    """What an engine may change while it runs: attributes of :class:`UnifiedRadixCache`."""
+
+    write_policy: WritePolicy
+    selective_hits: int
+    load_back_pages: int
+    load_quota_pages: int | None
+
+
 NO_QUOTA = Quota()
 NO_NAMESPACE = Namespace()

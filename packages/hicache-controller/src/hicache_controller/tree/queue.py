@@ -1,17 +1,20 @@
-"""EvictionQueue: what may leave a tier, the least valuable first."""
+"""EvictionQueue: what may leave a tier, the least valuable first; NamespaceUsage: a namespace's queues and pages."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from .policies import NO_QUOTA, Quota
 
 Rank = tuple[float, ...]
 """Priority, value where there is one, tick of the last use; lower leaves first."""
 
 
 class Queueable(Protocol):
-    """Anything with an order, for equal ranks, and a word of bits in which queues note that it is in them."""
+    """Has an order, for equal ranks, and a word in which each queue sets its bit."""
 
     queued: int
 
@@ -21,24 +24,24 @@ class Queueable(Protocol):
 Item = TypeVar("Item", bound=Queueable)
 
 
-_FEW = 64
-"""Entries that are not worth looking through."""
+_MIN_CLEANUP = 64
+"""Entries below which a queue is not cleaned up."""
 
 
 class EvictionQueue(Generic[Item]):
-    """A heap whose entries may be out of date; that is found out when they are popped, or when too many have gathered.
+    """A heap whose entries may be outdated; these are dropped when popped, or when there are too many.
 
     Parameters
     ----------
     bit
-        Bit of ``queued`` that is this queue's.
+        This queue's bit of ``queued``.
     rank
-        Rank of an item now. Where it falls, the bit is cleared and the item offered again; what its rank was before
-        stays in the heap as a leftover.
+        Current rank of an item. When it falls, the bit is cleared and the item offered again; the old entry stays in
+        the heap as a leftover.
     evictable
         Whether an item may leave now.
 
-    Invariant: every evictable item has the bit, and an entry that is not above its rank. So what makes an item
+    Invariant: every evictable item has the bit, and an entry that is not above its rank. So code that makes an item
     evictable offers it, and an entry above its item's rank is a leftover.
     """
 
@@ -47,27 +50,27 @@ class EvictionQueue(Generic[Item]):
         self._rank = rank
         self._evictable = evictable
         self._heap: list[tuple[Any, ...]] = []
-        self._look_through_at = _FEW
+        self._clean_up_at = _MIN_CLEANUP
 
     def __len__(self) -> int:
-        """Entries, those of items that may not leave any more included: at most half as many again as may."""
+        """Entries, outdated ones included; at most half as many again as evictable items."""
         return len(self._heap)
 
     def offer(self, item: Item, entry: tuple[Any, ...] | None = None) -> tuple[Any, ...] | None:
-        """Let an item wait, unless it does or may not leave.
+        """Add an item, unless it is in the queue or may not leave.
 
-        Returns its new entry, which another queue of the same ranks can share when it is offered the item right after.
+        Returns its new entry, which another queue of the same ranks can share if the item is offered to it right after.
         """
         if not item.queued & self._bit and self._evictable(item):
-            if len(self._heap) >= self._look_through_at:
-                self._forget_outdated()
+            if len(self._heap) >= self._clean_up_at:
+                self._clean_up()
             item.queued |= self._bit
             entry = (*self._rank(item), item) if entry is None else entry
             heapq.heappush(self._heap, entry)
         return entry
 
     def pop(self) -> Item | None:
-        """Take out the evictable item of the lowest rank."""
+        """Remove and return the evictable item of the lowest rank."""
         while self._heap:
             *rank, item = heapq.heappop(self._heap)
             if not item.queued & self._bit:
@@ -82,11 +85,11 @@ class EvictionQueue(Generic[Item]):
         return None
 
     def clear(self) -> None:
-        """Forget every entry, as no item will be offered or popped again."""
+        """Drop every entry; the items must not be used again."""
         self._heap.clear()
 
-    def _forget_outdated(self) -> None:
-        """Drop leftovers and what may not leave, as most nodes get children; a few steps for each offer."""
+    def _clean_up(self) -> None:
+        """Drop leftovers and what may not leave, such as nodes that got children; amortized, a few steps an offer."""
         kept = []
         for entry in self._heap:
             item = entry[-1]
@@ -102,7 +105,32 @@ class EvictionQueue(Generic[Item]):
             entry[-1].queued |= self._bit
         heapq.heapify(kept)
         self._heap = kept
-        self._look_through_at = max(_FEW, len(kept) * 3 // 2)
+        self._clean_up_at = max(_MIN_CLEANUP, len(kept) * 3 // 2)
 
     def __contains__(self, item: Item) -> bool:
         return bool(item.queued & self._bit)
+
+
+class TierQueues(NamedTuple):
+    """Leaves that may leave the device, those that may leave the host, and those that only backups keep there."""
+
+    device: EvictionQueue[Any]
+    host: EvictionQueue[Any]
+    unsaved: EvictionQueue[Any]
+
+
+@dataclass(eq=False)
+class NamespaceUsage:
+    """Pages of one namespace, and its own eviction queues where it has a quota.
+
+    Its nodes, its matches and its quota keep it alive; it goes with the last of them.
+    """
+
+    quota: Quota = NO_QUOTA
+    queues: TierQueues | None = None
+    device_pages: int = 0
+    host_pages: int = 0
+
+
+NO_USAGE = NamespaceUsage()
+"""That of the root, which has no pages."""

@@ -11,8 +11,8 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from ..storage_tasks import PrefetchOperation
 from .keys import KEY_BYTES, Tokens, key_list
-from .namespaces import NO_BOOKS, NamespaceBooks
 from .node import Pages, Pin, TreeNode
+from .queue import NO_USAGE, NamespaceUsage
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Match:
     node: TreeNode = field(repr=False)
     device_pin: Pin = field(repr=False)
     host_pin: Pin = field(repr=False)
-    owner: NamespaceBooks = field(default=NO_BOOKS, repr=False)
+    owner: NamespaceUsage = field(default=NO_USAGE, repr=False)
     priority: int = 0
     tokens: Tokens | None = field(default=None, repr=False)
 

@@ -1,0 +1,459 @@
+"""Evictor: makes room in the tiers, and writes to the host what has to be there first."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from .allocator import PageAllocator
+from .backups import Backups
+from .node import Pages, TreeNode, WindowPart
+from .policies import TreeSettings, WritePolicy
+from .pools import Pools
+from .queue import EvictionQueue, NamespaceUsage, TierQueues
+from .radix_tree import RadixTree
+from .results import Match
+from .transfers import Transfers, has_prefix_on_host
+
+logger = logging.getLogger(__name__)
+
+
+class Evictor:
+    """Evicts in the order of the strategy, and writes: each may need the other."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        pools: Pools,
+        backups: Backups,
+        transfers: Transfers,
+        device_allocator: PageAllocator,
+        settings: TreeSettings,
+    ) -> None:
+        self._tree = tree
+        self._order = tree.order
+        self._pools = pools
+        self._backups = backups
+        self._transfers = transfers
+        self._device = device_allocator
+        self._settings = settings
+        self._pools.reclaim.serve(
+            pools.controller.host_group.anchor_entry,
+            self.evict_host,
+            lambda count: self.evict_device(max(count - device_allocator.available_pages, 0)),
+        )
+        for name, pool in tree.windows.items():
+            self._pools.reclaim.serve(
+                pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name)
+            )
+
+    @property
+    def _writes_back(self) -> bool:
+        """Whether what leaves the device is written to the host first."""
+        return self._settings.write_policy is WritePolicy.WRITE_BACK
+
+    # The device
+
+    def evict_device(self, count: int) -> int:
+        """Free device pages; see :meth:`UnifiedRadixCache.evict_device`."""
+        self._tree.expire()
+        queue, freed = self._order.queues.device, 0
+        saving: list[TreeNode] = []
+        try:
+            while freed < count:
+                node = queue.pop()
+                if node is None:
+                    if saving:
+                        freed += self._finish_saving(saving)
+                    elif not self._transfers.release_device(windows=False) and not self._transfers.wait(backups=False):
+                        break
+                    continue
+                self._order.evicted_value = node.value
+                try:
+                    freed += self._evict_node(node, saving, count - freed)
+                except BaseException:
+                    self._order.offer(node, device=True)
+                    raise
+        finally:
+            # Also if making room raised: nodes that are being saved are locked until then.
+            freed += self._finish_saving(saving)
+        return freed
+
+    def _evict_node(self, node: TreeNode, saving: list[TreeNode], missing: int) -> int:
+        """Evict a node from the device, or add it to ``saving``; returns how many pages are free now."""
+        if node.host is not None or not self._writes_back:
+            self._save_windows(node)
+            # Saving may have waited for a load above it that failed, and took the node off the device.
+            return self._drop_device(node)
+        if self.write_node(node):
+            # Its new host part must outlast the device part, or saving one node could undo another's.
+            self._tree.lock(node, device=False)
+            saving.append(node)
+            return self._finish_saving(saving) if sum(each.pages for each in saving) >= missing else 0
+        if saving and (saved := self._finish_saving(saving)):
+            self._order.offer(node, device=True)
+            return saved
+        return self._drop_device(node)
+
+    def _drop_device(self, node: TreeNode) -> int:
+        if node.device is None:
+            return 0
+        self._pools.drop(node, device=True)
+        return node.pages
+
+    def _save_windows(self, node: TreeNode) -> None:
+        """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
+        if self._writes_back:
+            for part in node.windows:
+                self.write_window(part)
+
+    def _finish_saving(self, saving: list[TreeNode]) -> int:
+        """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+        freed = 0
+        try:
+            for node in saving:
+                self._save_windows(node)
+            if saving:
+                self._transfers.release_device(windows=False)
+            for node in saving:
+                if node.host is not None and not (node.device_children or node.device_lock):
+                    freed += self._drop_device(node)
+        finally:
+            for node in saving:
+                self._order.offer(node, device=True)
+                self._tree.unlock(node, device=False)
+            saving.clear()
+        return freed
+
+    # The host
+
+    def evict_host(self, count: int) -> int:
+        """Free host pages; see :meth:`UnifiedRadixCache.evict_host`."""
+        self._tree.expire()
+        return self._evict_host(self._order.queues, count)
+
+    def _evict_host(self, queues: TierQueues, count: int) -> int:
+        freed, waits = 0, True
+        while freed < count:
+            node: TreeNode | None = queues.host.pop()
+            if node is None:
+                if waits and self._transfers.wait():
+                    continue
+                # Storage had its time. What comes next is dropped by the strategy's order, without another wait.
+                waits = False
+                node = queues.unsaved.pop()
+                if node is None:
+                    break
+            unsaved = node.backup is not None
+            try:
+                if node.backup is not None:
+                    self._backups.give_up(node.backup)
+                if self._has_windows_to_store(node) and self._transfers.wait(backups=False):
+                    self._order.offer(node, device=False)
+                    continue
+                self._order.evicted_value = node.value
+                freed_now = self._pools.drop(node, device=False)
+            except BaseException:
+                self._order.offer(node, device=False)
+                raise
+            # What storage still reads is not free yet, and ranks' storages read different pages. A quota counts nodes.
+            counts_room = unsaved and queues is self._order.queues
+            freed += self._pools.smallest(freed_now) if counts_room else node.pages
+        return freed
+
+    def _has_windows_to_store(self, node: TreeNode) -> bool:
+        """Return whether a node that leaves memory has windows that are still being written, for storage to keep."""
+        return (
+            node.device is None
+            and self._pools.controller.has_storage
+            and any(part.write is not None for part in node.windows)
+        )
+
+    # Quotas
+
+    def release(self, match: Match) -> None:
+        """Unpin a match, and evict what its namespace then has above its quota."""
+        self._tree.unpin_match(match)
+        self.keep_quota(match.owner)
+
+    def replace(self, match: Match, other: Match) -> Match:
+        """Unpin a match in favour of another one of its request, which this returns; if it raises, the match stays."""
+        with self._tree.handing_out(other):
+            self.keep_quota(match.owner)
+        self._tree.unpin_match(match)
+        return other
+
+    def keep_quota(self, usage: NamespaceUsage) -> None:
+        """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
+        queues = usage.queues
+        if queues is None:
+            return
+        limit = usage.quota.device_pages
+        while limit is not None and usage.device_pages > limit:
+            node = self._pop(queues.device)
+            if node is None:
+                break
+            if node.host is None and self._writes_back and self.write_node(node):
+                self._tree.lock(node, device=False)
+                self._finish_saving([node])
+            else:
+                self._pools.drop(node, device=True)
+        limit = usage.quota.host_pages
+        while limit is not None and usage.host_pages > limit:
+            node = self._pop(queues.host)
+            if node is None:
+                break
+            self._pools.drop(node, device=False)
+
+    def _pop(self, queue: EvictionQueue[TreeNode]) -> TreeNode | None:
+        node = queue.pop()
+        if node is not None:
+            self._order.evicted_value = node.value
+        return node
+
+    # Windowed pools
+
+    def evict_window_device(self, name: str, count: int) -> int:
+        """Free device pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_device`."""
+        pool = self._tree.windows[name]
+        self._tree.expire()
+        freed = 0
+        saving: list[WindowPart] = []
+        try:
+            while freed < count:
+                part = pool.device_queue.pop()
+                if part is None:
+                    if saving:
+                        freed += self._finish_saving_windows(saving)
+                    elif not self._transfers.release_device(windows=True) and not self._transfers.wait(backups=False):
+                        break
+                    continue
+                try:
+                    if not self.write_window(part):
+                        freed += self._pools.drop_window(part, device=True)
+                        continue
+                except BaseException:
+                    pool.offer(part)
+                    raise
+                saving.append(part)
+                if freed + sum(each.on_device for each in saving) >= count:
+                    freed += self._finish_saving_windows(saving)
+        finally:
+            freed += self._finish_saving_windows(saving)
+        return freed
+
+    def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
+        freed = 0
+        try:
+            if saving:
+                self._transfers.release_device(windows=True)
+            for part in saving:
+                if part.device is not None and not part.device_pins:
+                    freed += self._pools.drop_window(part, device=True)
+        finally:
+            self._order.offer_windows(saving)
+            saving.clear()
+        return freed
+
+    def evict_window_host(self, name: str, count: int) -> int:
+        """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
+        pool = self._tree.windows[name]
+        self._tree.expire()
+        freed, waits = 0, True
+        while freed < count:
+            part = pool.host_queue.pop()
+            if part is not None:
+                freed += self._pools.drop_window(part, device=False)
+                continue
+            if waits and self._transfers.wait():
+                continue
+            waits = False
+            backup = self._backups.first_holding(pool.name)
+            if backup is None:
+                break
+            self._backups.give_up(backup)
+        return freed
+
+    # Writes
+
+    def use(self, node: TreeNode, priority: int) -> None:
+        """Note that a request uses a prefix, and write to the host and to storage what should be there now."""
+        write: TreeNode | None = None
+        settings = self._settings
+        selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        for above in node.path():
+            self._order.use(above, priority)
+            if selective and write is None and above.hits >= settings.selective_hits and above.device is not None:
+                write = above
+        for part, _ in self._tree.all_needed(node):
+            part.last_access = self._order.tick
+        if write is not None:
+            self._write_through(write)
+        self._backups.store_again(node)
+
+    def use_inserted(self, node: TreeNode, priority: int) -> None:
+        """Note that a request has inserted a prefix; see :meth:`use`."""
+        self.use(node, priority)
+        if self._settings.write_policy is WritePolicy.WRITE_THROUGH:
+            self._write_through(node)
+            self._transfers.start_writing()
+
+    def _write_through(self, node: TreeNode) -> None:
+        """Write a prefix and its windows to the host; an error is logged, as the caller's own work is done by then."""
+        try:
+            if node.host is None:
+                self.write_node(node)
+            for part, _ in self._tree.all_needed(node):
+                self.write_window(part)
+        except Exception:
+            logger.exception("a prefix of %d pages was not written to the host", node.depth)
+
+    def write_node(self, node: TreeNode) -> bool:
+        """Give the node and its ancestors host parts; False if the host has no room for one of them.
+
+        The writes are queued; the next poll starts them, merged.
+        """
+        missing = [above for above in node.path() if above.host is None][::-1]
+        for number, above in enumerate(missing):
+            if not self._write(above):
+                if self._pools.controller.has_storage:
+                    self._pools.controller.storage.skipped(sum(each.pages for each in missing[number:]))
+                return False
+        return True
+
+    def _write(self, node: TreeNode) -> bool:
+        if node.device is None or node.pages * self._tree.page_size > self._pools.controller.mem_pool_host.size:
+            return False
+        if not has_prefix_on_host(node):
+            return False
+        operation, parent = self._transfers.new(), node.parent
+        # Whatever the eviction below frees, it is neither this node nor its prefix.
+        self._tree.lock(node, device=True)
+        if parent is not None:
+            self._tree.lock(parent, device=False)
+        try:
+            queued = self._quota_allows(node) and self._transfers.write_node(operation, node)
+            if not queued and self._quota_allows(node) and self.evict_host(node.pages):
+                # While room was made, a load of the node or of its prefix may have failed, or a write of its prefix.
+                queued = self._transfers.write_node(operation, node)
+            return queued
+        finally:
+            if parent is not None:
+                self._tree.unlock(parent, device=False)
+            if node.write is not operation:
+                self._tree.unlock(node, device=True)
+
+    def _quota_allows(self, node: TreeNode) -> bool:
+        """Return whether the namespace may have the node on the host too, after evicting its other leaves if needed."""
+        usage = node.owner
+        limit = usage.quota.host_pages
+        if limit is None or usage.queues is None:
+            return True
+        missing = usage.host_pages + node.pages - limit
+        if missing > 0 and node.pages <= limit:
+            self._evict_host(usage.queues, missing)
+        return usage.host_pages + node.pages <= limit
+
+    def write_window(self, part: WindowPart) -> bool:
+        """Queue a part to be written to the host; False if that has it all, or has no room."""
+        if part.device is None or part.on_host >= part.on_device or part.host_pins:
+            return False
+        self._pools.drop_window(part, device=False)
+        operation = self._transfers.new()
+        operation.device_pin.hold(part, device=True)
+        try:
+            queued = self._transfers.write_window(operation, part)
+            if not queued and self.evict_window_host(part.name, part.on_device):
+                queued = self._transfers.write_window(operation, part)
+            return queued
+        finally:
+            if part.write is not operation:
+                self._tree.unpin(operation.device_pin)
+
+    def settle_on_host(self, node: TreeNode) -> bool:
+        """Wait until the node has a host part, writing it if needed; returns whether it has (the root needs none)."""
+        if not self.write_node(node):
+            return False
+        while node.write is not None:
+            self._transfers.poll(wait=True)
+        return node.parent is None or node.host is not None
+
+    # Room, on all ranks or on none: what one has no room for no other may use, or their trees would differ. What a
+    # callback of the engine raises during an eviction is raised before anything is allocated.
+
+    def device_room(self) -> int:
+        """Return the device pages that are free."""
+        return self._pools.smallest(self._device.available_pages)
+
+    def make_device_room(self, count: int) -> bool:
+        """Evict until ``count`` device pages are free; returns whether they are."""
+        room = self.device_room()
+        if room < count:
+            self.evict_device(count - room)
+            self._pools.calls.raise_first()
+            room = self.device_room()
+        return room >= count
+
+    def alloc_device(self, count: int) -> Pages | None:
+        """Allocate device pages; None if there are too few."""
+        pages = self._device.alloc_pages(count) if self.make_device_room(count) else None
+        if self._pools.on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self._device.free_pages(pages)
+        return None
+
+    def alloc_window_device(self, name: str, count: int) -> Pages | None:
+        """Allocate device pages of a windowed pool; None if there are too few."""
+        pages = self._take_window_device(name, count)
+        if pages is None and self.evict_window_device(name, count):
+            self._pools.calls.raise_first()
+            pages = self._take_window_device(name, count)
+        return pages
+
+    def _take_window_device(self, name: str, count: int) -> Pages | None:
+        pages = self._tree.windows[name].alloc_device(count)
+        if self._pools.on_all_ranks(pages is not None):
+            return pages
+        if pages is not None:
+            self._pools.free(pages, device=True, pool=name)
+        return None
+
+    def make_window_room(self, name: str, count: int) -> bool:
+        """Return whether a windowed pool has room on the device, after evicting; a load that follows takes the same."""
+        pages = self.alloc_window_device(name, count)
+        if pages is None:
+            return False
+        self._pools.free(pages, device=True, pool=name)
+        return True
+
+    def alloc_host(self, count: int) -> torch.Tensor | None:
+        """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
+        pool = self._pools.controller.mem_pool_host
+        room = self._pools.smallest(pool.available_size() // self._tree.page_size)
+        if room < count:
+            self.evict_host(count - room)
+            self._pools.calls.raise_first()
+            count = min(count, self._pools.smallest(pool.available_size() // self._tree.page_size))
+        with self._pools.reclaim.held():
+            return pool.alloc(count * self._tree.page_size) if count else None
+
+    def make_window_host_room(self, name: str, count: int) -> None:
+        """Evict until a windowed pool has ``count`` free host pages, as far as possible."""
+        missing = count - self._pools.smallest(self._tree.windows[name].free_host_pages())
+        if missing > 0:
+            self.evict_window_host(name, missing)
+            self._pools.calls.raise_first()
+
+    def alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
+        """Take host slots of a windowed pool; None if there are too few."""
+        self.make_window_host_room(name, count)
+        with self._pools.reclaim.held():
+            slots = self._pools.controller.host_group.alloc(count * self._tree.windows[name].converter.page_size, name)
+        if self._pools.on_all_ranks(slots is not None):
+            return slots
+        if slots is not None:
+            self._pools.controller.evict_host(slots, pool=name)
+        return None

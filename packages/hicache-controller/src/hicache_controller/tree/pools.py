@@ -1,0 +1,169 @@
+"""Pools: the tree's pages in the pools of both tiers, and the controller that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hicache_pools.pool_transfer import PoolTransfer
+
+from ..controller import HiCacheController
+from .components import SlotPages
+from .events import Change, Events, tier
+from .node import Pages, TreeNode, WindowPart, unpack
+from .radix_tree import RadixTree
+from .reclaim import Reclaim
+
+
+class Pools:
+    """What nodes and window parts have in the pools.
+
+    A part whose pages the engine does not take back stays as it was, and the engine's error is raised.
+
+    Attributes
+    ----------
+    controller
+        Moves the pages.
+    events
+        Where to report what changes.
+    calls
+        The seam to the engine.
+    reclaim
+        Held while the tree allocates.
+    anchor
+        Name of the anchor's pool.
+    """
+
+    def __init__(self, tree: RadixTree, controller: HiCacheController, events: Events) -> None:
+        self._tree = tree
+        self._converter = SlotPages(tree.page_size)
+        self.controller = controller
+        self.events = events
+        self.calls = tree.calls
+        self.reclaim = Reclaim(controller)
+        self.anchor = events.anchor
+
+    # Ranks
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest value of all ranks; this one's if others are lost, as the engine here may go on."""
+        agreement = self.controller.agreement
+        return value if agreement.broken else agreement.smallest([value])[0]
+
+    def on_all_ranks(self, here: bool) -> bool:
+        """Return whether something holds on every rank."""
+        return bool(self.smallest(int(here)))
+
+    # Pages and slots
+
+    def slots(self, pages: Pages, pool: str | None = None) -> torch.Tensor:
+        """Return the slots of pages of the anchor, or of a windowed pool."""
+        return self._converter_of(pool).slots(pages)
+
+    def pages(self, slots: torch.Tensor, pool: str | None = None) -> Pages:
+        """Return the pages of slots, which may be on the device."""
+        return self._converter_of(pool).pages(slots.cpu())
+
+    def _converter_of(self, pool: str | None) -> SlotPages:
+        return self._converter if pool is None else self._tree.windows[pool].converter
+
+    def free(self, pages: Pages, *, device: bool, pool: str | None = None) -> int:
+        """Give pages back; returns how many are free now. Others are so once transfers that use them are done."""
+        converter, controller = self._converter_of(pool), self.controller
+        slots = converter.slots(pages)
+        freed = (controller.evict_device if device else controller.evict_host)(slots, pool=pool)
+        return freed // converter.page_size
+
+    def free_host(self, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()) -> None:
+        """Give back host slots of the anchor and of windowed pools."""
+        self.controller.evict_host(slots)
+        for transfer in transfers:
+            if transfer.host_indices is not None:
+                self.controller.evict_host(transfer.host_indices, pool=transfer.name)
+
+    # Nodes
+
+    def drop(self, node: TreeNode, *, device: bool) -> int:
+        """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
+        packed, moving = node.part(device=device), node.transfer(device=device)
+        freed = 0
+        if packed is not None:
+            if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
+                self.controller.storage.skipped(node.pages)
+            freed = self.free(unpack(packed), device=device)
+            self._tree.clear_part(node, device=device)
+            if moving is None:
+                self.events.node(Change.REMOVED, tier(device=device), node)
+        if not node.present:
+            self.remove(node)
+        return freed
+
+    def remove(self, node: TreeNode) -> None:
+        """Take a node out of the tree, with its windows."""
+        for part in node.windows:
+            for device in (True, False):
+                self.calls.call(self.drop_window, part, device=device)
+        if node.parent is not None:
+            node.parent.remove_child(node)
+
+    def free_all(self) -> None:
+        """Free the device pages of every node; host pages are freed by the reset of the controller."""
+        for node in list(self._tree.nodes()):
+            for part in node.windows:
+                # What a load is still to fill is freed by the controller.
+                if part.device is not None and part.load is None:
+                    self.calls.call(self.free, unpack(part.device), device=True, pool=part.name)
+                part.device = part.host = None
+            if node.device is not None and node.load is None:
+                self.calls.call(self.free, unpack(node.device), device=True)
+            # Queues and old matches may still hold the node; it has nothing any more.
+            node.device = node.host = None
+
+    # Windows
+
+    def drop_window(self, part: WindowPart, *, device: bool) -> int:
+        """Take one side of a part off its tier; returns its pages."""
+        packed, moving = part.part(device=device), part.transfer(device=device)
+        if packed is None:
+            return 0
+        pages = unpack(packed)
+        self.free(pages, device=device, pool=part.name)
+        self._tree.clear_window(part, device=device)
+        if moving is None:
+            self.events.window(Change.REMOVED, tier(device=device), part, len(pages))
+        return len(pages)
+
+    def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
+        """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
+
+        Pages that the tree has already are kept, and the given ones freed. Returns the parts; the caller queues them
+        for eviction once it has pinned what it needs, so that both queues of most parts share one entry.
+        """
+        parts: list[WindowPart] = []
+        left = len(pages)
+        for above in node.path():
+            if not left:
+                break
+            take = min(left, above.pages)
+            mine = pages[left - take : left]
+            left -= take
+            part = above.window(name)
+            if part is None:
+                part = WindowPart(above, name)
+                above.windows = (*above.windows, part)
+            part.last_access = self._tree.order.tick
+            kept = part.on_device if device else part.on_host
+            if part.load is not None or (part.write is not None and not device):
+                # What moves now counts when it has arrived, so none of the given pages are needed.
+                kept = take
+            fresh = max(0, take - kept)
+            if fresh < take:
+                self.free(mine[fresh:], device=device, pool=name)
+            if fresh:
+                before = part.on_device if device else part.on_host
+                self._tree.extend_window(part, mine[:fresh], device=device)
+                self.events.window(Change.STORED, tier(device=device), part, before + fresh, before)
+            self._tree.remove_empty(part)
+            parts.append(part)
+        return parts

@@ -1,0 +1,175 @@
+"""Prefetches: brings the pages that follow a match from storage to the host."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from hicache_pools.pool_transfer import PoolTransfer
+
+from ..wait_bound import WaitBound
+from .backups import Backups
+from .components import trailing
+from .events import Change, Tier
+from .evictor import Evictor
+from .keys import KEY_BYTES
+from .node import NO_SLOTS, Pages, TreeNode, WindowPart
+from .pools import Pools
+from .radix_tree import RadixTree
+from .results import Match, Prefetching
+
+
+class Prefetches:
+    """Starts prefetches, and gives what they bring to nodes."""
+
+    def __init__(self, tree: RadixTree, pools: Pools, backups: Backups, evictor: Evictor) -> None:
+        self._tree = tree
+        self._pools = pools
+        self._backups = backups
+        self._evictor = evictor
+
+    def waiting(self, timeout: float | None) -> AbstractContextManager[WaitBound]:
+        """Bound the waits of the block by ``timeout``, or by the storage's."""
+        storage = self._pools.controller.storage
+        return storage.one_call(storage.settings.timeout_seconds if timeout is None else timeout)
+
+    # Start
+
+    def start(self, match: Match) -> Prefetching:
+        """Start a prefetch; see :meth:`UnifiedRadixCache.start_prefetch`."""
+        self._tree.check_pinned(match)
+        nothing = Prefetching(match, NO_SLOTS, [], None)
+        rest = match.rest()
+        found = self._find(rest) if rest and self._pools.controller.has_storage else 0
+        if not found:
+            return nothing
+        # What comes needs a host part above it, which must stay until then.
+        self._tree.lock(match.node, device=False)
+        started = None
+        try:
+            started = self._start_after(match, rest[:found])
+        finally:
+            if started is None:
+                self._tree.unlock(match.node, device=False)
+        if started is None:
+            return nothing
+        self._backups.prefetches[started] = rest[: self._pages_of(started)]
+        return started
+
+    def _start_after(self, match: Match, keys: list[bytes]) -> Prefetching | None:
+        slots = self._evictor.alloc_host(len(keys)) if self._evictor.settle_on_host(match.node) else None
+        if slots is None:
+            slots = NO_SLOTS
+        transfers: list[PoolTransfer] = []
+        started = None
+        try:
+            # If one rank has no room, all have none, or some would wait for an answer that others never give.
+            room = self._pools.smallest(len(slots) // self._tree.page_size)
+            if 0 < room < len(keys) and self._tree.windows:
+                # A shorter prefix counts only if the windows of its own end are stored.
+                room = self._find(keys[:room])
+            slots, spare = slots[: room * self._tree.page_size], slots[room * self._tree.page_size :]
+            self._pools.controller.evict_host(spare)
+            if room and self._alloc_windows(keys[:room], transfers):
+                operation = self._pools.controller.prefetch(
+                    slots, keys[:room], request_id=str(self._tree.new_id()), pool_transfers=transfers
+                )
+                started = Prefetching(match, slots, transfers, operation, self._pools.controller.storage.changes)
+        finally:
+            if started is None:
+                self._pools.free_host(slots, transfers)
+        return started
+
+    def _alloc_windows(self, keys: list[bytes], transfers: list[PoolTransfer]) -> bool:
+        """Take host slots for the last pages of every windowed pool; False if one has no room."""
+        for name, pool in self._tree.windows.items():
+            last = keys[-pool.window_pages :]
+            slots = self._evictor.alloc_window_host(name, len(last))
+            if slots is None:
+                return False
+            transfers.append(trailing(name, host_indices=slots, keys=last))
+        return True
+
+    def _find(self, keys: list[bytes]) -> int:
+        """Return how many leading pages storage has, and note that it has them."""
+        windows = {name: pool.window_pages for name, pool in self._tree.windows.items()}
+        transfers = [trailing(name, keys=keys[:pages]) for name, pages in windows.items()]
+        found = int(self._pools.controller.storage_exists(keys, pool_transfers=transfers))
+        self._backups.presence.storing(self._pools.anchor, keys[:found])
+        for name, pages in windows.items():
+            self._backups.presence.storing(name, keys[max(0, found - pages) : found])
+        return found
+
+    def _pages_of(self, started: Prefetching) -> int:
+        return len(started.slots) // self._tree.page_size
+
+    # End
+
+    def finish(self, started: Prefetching, *, wait: bool) -> Match:
+        """End a prefetch; see :meth:`UnifiedRadixCache.finish_prefetch`."""
+        match, operation = started.match, started.operation
+        if operation is None:
+            return match
+        if started not in self._backups.prefetches:
+            raise ValueError("started has ended before, or the tree was reset; accepted is a prefetch that runs")
+        try:
+            if wait:
+                with self._pools.controller.storage.one_call() as bound:
+                    operation.wait(bound.left())
+            got, room = self._pools.controller.finish_prefetch(operation), self._pages_of(started)
+        except BaseException:
+            operation.cancel()
+            self._end(started, 0)
+            raise
+        # If the write of what it follows has failed, no node can have it.
+        if (started.transfers and got < room) or (match.node.parent is not None and match.node.host is None):
+            got = 0
+        longer = self._adopt(started, got) if got else None
+        self._end(started, got)
+        return match if longer is None else self._evictor.replace(match, longer)
+
+    def _end(self, started: Prefetching, got: int) -> None:
+        del self._backups.prefetches[started]
+        if got < self._pages_of(started):
+            self._pools.free_host(started.slots[got * self._tree.page_size :], started.transfers)
+        self._tree.unlock(started.match.node, device=False)
+
+    def _adopt(self, started: Prefetching, got: int) -> Match | None:
+        match, end = started.match, started.match.pages + got
+        # What came from a storage that has been changed since says nothing about the one there is now.
+        stored = started.storage_changes == self._pools.controller.storage.changes
+        pages = self._pools.pages(started.slots[: got * self._tree.page_size])
+        node = self._adopt_nodes(match, pages, end, stored=stored)
+        parts: list[WindowPart] = []
+        for transfer in started.transfers:
+            if transfer.host_indices is not None:
+                name = str(transfer.name)
+                pages = self._pools.pages(transfer.host_indices, name)
+                came = self._pools.adopt_window(node, name, pages, device=False)
+                if stored:
+                    self._backups.mark_fetched(came, len(pages))
+                parts += came
+        longer = self._tree.pin_other(match, node, end) if self._tree.restorable(node) else None
+        self._tree.order.offer_windows(parts)
+        return longer
+
+    def _adopt_nodes(self, match: Match, pages: Pages, end: int, *, stored: bool) -> TreeNode:
+        """Give host pages that came from storage to the nodes that follow a match, new ones where there are none."""
+        node, at, begin = match.node, match.pages, match.pages
+        blob = match.keys[: end * KEY_BYTES]
+        while at < end:
+            child = self._tree.child(node, blob, at)
+            if child is None:
+                child = self._tree.add_child(node, blob[at * KEY_BYTES :], match)
+            own = pages[at - begin : at - begin + child.pages]
+            if child.host is None:
+                child.stored = stored and not self._backups.lacks(self._pools.anchor, child)
+                self._tree.set_part(child, own, device=False)
+                self._pools.events.node(Change.STORED, Tier.HOST, child)
+                if stored:
+                    self._backups.report_stored(child, self._pools.anchor, child.pages)
+            else:
+                self._pools.free(own, device=False)
+            # Eviction for the windows to come must not take what has just come.
+            self._tree.order.use(child, match.priority)
+            node, at = child, at + child.pages
+        return node

@@ -1,0 +1,457 @@
+"""RadixTree: nodes, what each tier has of them, and the locks and matches that keep it there."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from hicache_kernels.validation import whole
+
+from ..engine_calls import EngineCalls
+from ..hashing import Namespace
+from ..interrupts import interruptibly
+from .keys import KEY_BYTES, Tokens, common_pages, own_tokens
+from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
+from .order import EvictionOrder, namespace_queues
+from .policies import NO_NAMESPACE, NO_QUOTA, Quota
+from .queue import NO_USAGE, NamespaceUsage
+from .results import Match
+
+
+class RadixTree:
+    """Nodes and their parts; allocates, frees and moves nothing.
+
+    Invariants (``check_integrity`` of the cache checks them):
+
+    - every node except the root has a device part, a host part, or both, of as many pages as it has keys;
+    - a node with a device part has a parent with one, and the same for host parts: each tier holds whole prefixes, so
+      only leaves of a tier are evicted from it and pinning a node pins its prefix;
+    - a locked part is never evicted; a part with a transfer in flight is locked;
+    - a window part covers the last pages of its node, at most all of them, and belongs to a node in the tree.
+
+    Parameters
+    ----------
+    page_size
+        Slots a page.
+    order
+        Queues what becomes an unlocked leaf of a tier.
+    calls
+        The seam to the engine.
+    clock
+        Seconds, for pins with a time to live.
+    """
+
+    def __init__(self, page_size: int, order: EvictionOrder, calls: EngineCalls, clock: Callable[[], float]) -> None:
+        self.page_size = page_size
+        self.order = order
+        self.calls = calls
+        self._clock = clock
+        self.windows = order.windows
+        self.root = TreeNode(0, None, b"")
+        self._next_id = 1
+        self._namespaces: WeakValueDictionary[Namespace, NamespaceUsage] = WeakValueDictionary()
+        self._limited: dict[Namespace, NamespaceUsage] = {}
+        self._references: Counter[tuple[int, bool]] = Counter()
+        self._pinned: set[Match] = set()
+        self._timed: list[tuple[float, int, Match]] = []
+
+    def new_id(self) -> int:
+        """Return a number for a node or a transfer that no other has."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    def clear(self) -> None:
+        """Forget every node; namespaces and their quotas stay."""
+        usages = list(self._namespaces.values())
+        self.root = TreeNode(0, None, b"")
+        self._references.clear()
+        self._pinned.clear()
+        self._timed.clear()
+        for queue in self.order.all_queues(usage.queues for usage in usages):
+            queue.clear()
+        for usage in usages:
+            usage.device_pages = usage.host_pages = 0
+
+    # Namespaces
+
+    def usage(self, namespace: Namespace | None) -> NamespaceUsage:
+        """Return what the tree holds of a namespace."""
+        key = NO_NAMESPACE if namespace is None else namespace
+        usage = self._namespaces.get(key)
+        if usage is None:
+            usage = self._namespaces[key] = NamespaceUsage()
+        return usage
+
+    def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
+        """Set the quota of a namespace, and queue its leaves if it had none."""
+        key, usage = NO_NAMESPACE if namespace is None else namespace, self.usage(namespace)
+        usage.quota = quota
+        if quota == NO_QUOTA:
+            self._limited.pop(key, None)
+            return
+        self._limited[key] = usage
+        if usage.queues is None:
+            usage.queues = namespace_queues()
+            for node in self.nodes():
+                self.order.offer(node, device=True)
+                self.order.offer(node, device=False)
+
+    @property
+    def host_pages(self) -> int:
+        """Pages on the host, of all namespaces."""
+        return sum(usage.host_pages for usage in self._namespaces.values())
+
+    # Walking
+
+    def walk(self, node: TreeNode, blob: bytes, at: int) -> tuple[TreeNode, int]:
+        """Follow the keys as far as there are nodes, splitting the last one where the keys end or differ."""
+        end = len(blob) // KEY_BYTES
+        while at < end:
+            child = self.child(node, blob, at)
+            if child is None:
+                break
+            node, at = child, at + child.pages
+        return node, at
+
+    def child(self, node: TreeNode, blob: bytes, at: int) -> TreeNode | None:
+        """Return the child that has the keys from page ``at`` on, or the head that is split off where they differ."""
+        child = node.child(blob[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        if child is None:
+            return None
+        tail = blob[at * KEY_BYTES : at * KEY_BYTES + len(child.keys)]
+        if tail == child.keys:
+            return child
+        same = common_pages(child.keys, tail)
+        return self.split(child, same) if same < child.pages else child
+
+    @staticmethod
+    def known(node: TreeNode, blob: bytes) -> Iterator[tuple[TreeNode, int]]:
+        """Follow the keys from a node without splitting; yields each node and how many of its pages they share."""
+        while blob:
+            child = node.child(blob[:KEY_BYTES])
+            if child is None:
+                return
+            same = common_pages(child.keys, blob[: len(child.keys)])
+            yield child, same
+            if same < child.pages:
+                return
+            node, blob = child, blob[same * KEY_BYTES :]
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Yield all nodes except the root, parents first."""
+        stack = self.root.all_children()
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.all_children())
+
+    # Windows of a prefix
+
+    def needed(self, node: TreeNode, name: str) -> list[Needed] | None:
+        """Return what a prefix ending with ``node`` needs in a windowed pool, last first; None if some is missing."""
+        left = self.windows[name].window_pages
+        parts: list[Needed] = []
+        for above in node.path():
+            part, needed = above.window(name), min(left, above.pages)
+            if part is None or part.covered < needed:
+                return None
+            parts.append(Needed(part, needed))
+            left -= needed
+            if not left:
+                break
+        return parts
+
+    def all_needed(self, node: TreeNode) -> Iterator[Needed]:
+        """Yield what a prefix ending with ``node`` needs in those windowed pools that have all of it."""
+        for name in self.windows:
+            yield from self.needed(node, name) or ()
+
+    def restorable(self, node: TreeNode) -> bool:
+        """Return whether every windowed pool has what a prefix ending with ``node`` needs, on some side."""
+        return all(self.needed(node, name) is not None for name in self.windows)
+
+    def last_restorable(self, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
+        """Go up from a prefix of ``pages`` pages to the longest one that can be restored.
+
+        Only ends of nodes matter: parts cover the last pages of their nodes, so if a prefix can be cut inside a node,
+        it can be extended to that node's end.
+        """
+        while node.parent is not None and not self.restorable(node):
+            pages -= node.pages
+            node = node.parent
+        return node, pages
+
+    # Shape
+
+    def add_child(self, parent: TreeNode, keys: bytes, match: Match) -> TreeNode:
+        """Add a node of a request; the caller gives it pages."""
+        depth, tick = parent.depth + len(keys) // KEY_BYTES, self.order.tick
+        node = TreeNode(self.new_id(), parent, keys, match.owner, depth, created=tick, last_access=tick)
+        if match.tokens is not None:
+            node.tokens = own_tokens(match.tokens[parent.depth * self.page_size : depth * self.page_size])
+        # It is queued for eviction before the use that brought it is counted, and has that use's value from the start.
+        self.order.use(node, 0)
+        node.hits = 0
+        parent.add_child(node)
+        return node
+
+    def split(self, node: TreeNode, at: int) -> TreeNode:
+        """Split a node and return the new head; the node itself stays the tail, with its locks and its id."""
+        parent = node.parent
+        if parent is None:
+            raise RuntimeError("the root cannot be split")
+        head = TreeNode(
+            self.new_id(),
+            parent,
+            node.keys[: at * KEY_BYTES],
+            node.owner,
+            node.depth - node.pages + at,
+            node.created,
+            hits=node.hits,
+            value=node.value,
+            priority=node.priority,
+            last_access=node.last_access,
+        )
+        head.stored = node.stored
+        node.keys = node.keys[at * KEY_BYTES :]
+        if node.device is not None:
+            head.device, node.device = cut(node.device, at)
+            head.device_children = 1
+        if node.host is not None:
+            head.host, node.host = cut(node.host, at)
+            head.host_children = 1
+        if node.tokens is not None:
+            first = at * self.page_size
+            head.tokens, node.tokens = own_tokens(node.tokens[:first]), own_tokens(node.tokens[first:])
+        for operation in (node.write, node.load, node.backup):
+            if operation is not None:
+                operation.nodes.append(head)
+        # The head needs no locks of its own: its tail is locked, so it is no leaf.
+        head.write, head.load, head.backup = node.write, node.load, node.backup
+        parent.replace_child(node, head)
+        head.children = node
+        node.parent = head
+        for part in node.windows:
+            self._split_window(part, head, node.pages)
+        return head
+
+    def _split_window(self, part: WindowPart, head: TreeNode, tail_pages: int) -> None:
+        """Give the head what a part covers of it. The tail keeps the rest, and the pins hold both."""
+        if part.covered <= tail_pages:
+            return
+        upper = WindowPart(head, part.name, write=part.write, load=part.load, last_access=part.last_access)
+        upper.stored = part.stored
+        if part.device is not None and part.on_device > tail_pages:
+            upper.device, part.device = cut(part.device, part.on_device - tail_pages)
+            for pin in part.device_pins:
+                pin.hold(upper, device=True)
+        if part.host is not None and part.on_host > tail_pages:
+            upper.host, part.host = cut(part.host, part.on_host - tail_pages)
+            for pin in part.host_pins:
+                pin.hold(upper, device=False)
+        head.windows = (*head.windows, upper)
+        self.order.offer_windows([upper])
+
+    # Parts of nodes
+
+    def set_part(self, node: TreeNode, pages: Pages, *, device: bool) -> None:
+        """Give a node its pages in a tier."""
+        parent = node.parent
+        if device:
+            node.device = pack(pages)
+            node.owner.device_pages += len(pages)
+            if parent is not None:
+                parent.device_children += 1
+        else:
+            node.host = pack(pages)
+            node.owner.host_pages += len(pages)
+            if parent is not None:
+                parent.host_children += 1
+        self.order.offer(node, device=device)
+
+    def clear_part(self, node: TreeNode, *, device: bool) -> None:
+        """Forget a node's pages in a tier; the caller frees them."""
+        parent = node.parent
+        if device:
+            node.owner.device_pages -= node.pages
+            node.device = None
+            if parent is not None:
+                parent.device_children -= 1
+        else:
+            node.owner.host_pages -= node.pages
+            node.host, node.stored = None, False
+            if parent is not None:
+                parent.host_children -= 1
+        if parent is not None:
+            self.order.offer(parent, device=device)
+
+    @staticmethod
+    def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
+        """Put pages in front of those that one side of a part has; these keep their places and their pins."""
+        packed = part.device if device else part.host
+        joined = pack(pages if packed is None else np.concatenate((pages, unpack(packed))))
+        if device:
+            part.device = joined
+        else:
+            part.host = joined
+
+    def clear_window(self, part: WindowPart, *, device: bool) -> None:
+        """Forget a part's pages in a tier; the caller frees them."""
+        if device:
+            part.device = None
+        else:
+            part.host, part.stored = None, False
+        self.remove_empty(part)
+
+    @staticmethod
+    def remove_empty(part: WindowPart) -> None:
+        """Take a part that has pages on neither side off its node."""
+        if part.device is None and part.host is None:
+            part.node.windows = tuple(other for other in part.node.windows if other is not part)
+
+    # Locks
+
+    def lock(self, node: TreeNode, *, device: bool) -> None:
+        """Keep a node's part in a tier, and with it the node's prefix."""
+        if device:
+            node.device_lock += 1
+        else:
+            node.host_lock += 1
+
+    def unlock(self, node: TreeNode, *, device: bool) -> None:
+        """Undo one :meth:`lock`."""
+        if device:
+            node.device_lock -= 1
+        else:
+            node.host_lock -= 1
+        self.order.offer(node, device=device)
+
+    def pin_windows(self, node: TreeNode) -> tuple[Pin, Pin]:
+        """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
+        device, host = Pin(), Pin()
+        for part, needed in self.all_needed(node):
+            on_device = part.on_device >= needed
+            (device if on_device else host).hold(part, device=on_device)
+        return device, host
+
+    def unpin(self, device_pin: Pin | None = None, host_pin: Pin | None = None) -> None:
+        """Release pins; with both sides released at once, both queues of most parts share one entry."""
+        parts = [] if device_pin is None else device_pin.release(device=True)
+        if host_pin is not None:
+            parts = parts + host_pin.release(device=False)
+        self.order.offer_windows(parts)
+
+    def add_reference(self, node: TreeNode, *, device: bool) -> None:
+        """Lock a node for the engine."""
+        tier, part = ("device", node.device) if device else ("host", node.host)
+        if not node.in_tree:
+            raise ValueError(f"node {node.id} is not in the tree; accepted is one that is")
+        if part is None and node is not self.root:
+            raise ValueError(f"node {node.id} is not on the {tier}; accepted is one that is")
+        self._references[node.id, device] += 1
+        self.lock(node, device=device)
+
+    def drop_reference(self, node: TreeNode, *, device: bool) -> None:
+        """Undo one :meth:`add_reference`."""
+        if not self._references[node.id, device]:
+            tier = "device" if device else "host"
+            raise ValueError(f"node {node.id} has no lock reference on the {tier}; each is dropped once")
+        self._references[node.id, device] -= 1
+        if not self._references[node.id, device]:
+            del self._references[node.id, device]
+        self.unlock(node, device=device)
+
+    def checked_split(self, node: TreeNode, pages: int) -> TreeNode:
+        """Split a node for the engine."""
+        if node is self.root or not node.in_tree:
+            raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
+        pages = whole("pages", pages, least=0)
+        if not 0 < pages < node.pages:
+            raise ValueError(f"pages is {pages}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
+        return self.split(node, pages)
+
+    # Matches
+
+    def pin_match(
+        self,
+        keys: bytes,
+        node: TreeNode,
+        pages: int,
+        *,
+        owner: NamespaceUsage = NO_USAGE,
+        priority: int = 0,
+        tokens: Tokens | None = None,
+    ) -> Match:
+        """Pin the restorable prefix of ``pages`` pages that ends with ``node``."""
+        device_pages, above = pages, node
+        while above.device is None and above.parent is not None:
+            device_pages -= above.pages
+            above = above.parent
+        device_pin, host_pin = self.pin_windows(node)
+        self.lock(above, device=True)
+        if device_pages < pages:
+            self.lock(node, device=False)
+        match = Match(
+            keys, device_pages, pages - device_pages, above, node, device_pin, host_pin, owner, priority, tokens
+        )
+        self._pinned.add(match)
+        return match
+
+    def pin_other(self, match: Match, node: TreeNode, pages: int) -> Match:
+        """Pin another prefix of the same request."""
+        return self.pin_match(match.keys, node, pages, owner=match.owner, priority=match.priority, tokens=match.tokens)
+
+    def check_pinned(self, match: Match) -> None:
+        """Raise ValueError unless the match is pinned."""
+        if match not in self._pinned:
+            raise ValueError("match was released, or another one replaced it; accepted is one that is pinned")
+
+    def unpin_match(self, match: Match) -> None:
+        """Unpin a match."""
+        self.check_pinned(match)
+        self._pinned.remove(match)
+        self.unlock(match.device_node, device=True)
+        if match.host_pages:
+            self.unlock(match.node, device=False)
+        self.unpin(match.device_pin, match.host_pin)
+
+    @contextmanager
+    def handing_out(self, match: Match) -> Iterator[None]:
+        """Unpin a match that the caller does not get, as the block or a callback of the engine raised.
+
+        Interrupts come before and after the block, as one at the end of the call would take its result along.
+        """
+        try:
+            self.raise_pending()
+            yield
+            self.raise_pending()
+        except BaseException:
+            self.unpin_match(match)
+            raise
+
+    def raise_pending(self) -> None:
+        """Raise what a callback of the engine has raised, or an interrupt that has arrived."""
+        self.calls.raise_first()
+        interruptibly(_do_nothing)
+
+    def keep_match(self, match: Match, seconds: float) -> None:
+        """Pin what a match covers once more, for some seconds."""
+        kept = self.pin_other(match, match.node, match.pages)
+        heapq.heappush(self._timed, (self._clock() + seconds, self.new_id(), kept))
+
+    def expire(self) -> int:
+        """Unpin what was to be kept until now; returns how many pins there were."""
+        expired = 0
+        while self._timed and self._timed[0][0] <= self._clock():
+            self.unpin_match(heapq.heappop(self._timed)[2])
+            expired += 1
+        return expired
+
+
+def _do_nothing() -> None:
+    pass
