@@ -152,6 +152,80 @@ def test_an_event_that_raises_abandons_its_job_and_no_other(inline):
     assert worker.close(30)
 
 
+@pytest.fixture
+def busy():
+    """A worker with room for three pages that runs a job until its gate is set."""
+    log, gate = [], threading.Event()
+    worker = Worker("worker", CpuDevice(), max_pages=3)
+    running = Recorder(log, "running", gate, pages=8)
+    assert worker.submit(running)
+    assert running.entered.wait(30)
+    yield SimpleNamespace(worker=worker, log=log, gate=gate)
+    gate.set()
+    assert worker.close(30)
+
+
+def test_a_full_queue_refuses_a_job_and_leaves_it_alone(busy):
+    first, second = Recorder(busy.log, "first", pages=2), Recorder(busy.log, "second", pages=2)
+    assert busy.worker.submit(first)
+    assert busy.worker.depth == 2
+    assert not busy.worker.submit(second)
+    assert not busy.worker.submit(second, timeout=0.01)
+    assert (busy.worker.depth, second.error) == (2, None)
+    assert busy.worker.submit(Recorder(busy.log, "third", pages=1))
+    busy.gate.set()
+    assert busy.worker.drain(30)
+    assert busy.log == ["running", "first", "third"]
+    assert busy.worker.depth == 0
+
+
+def test_one_job_of_any_size_may_wait(busy):
+    assert busy.worker.submit(Recorder(busy.log, "large", pages=100))
+    assert not busy.worker.submit(Recorder(busy.log, "small", pages=0))
+
+
+def test_a_job_waits_for_room_in_the_queue(busy, in_thread):
+    assert busy.worker.submit(Recorder(busy.log, "first", pages=3))
+    accepted = []
+    thread = in_thread(lambda: accepted.append(busy.worker.submit(Recorder(busy.log, 2, pages=3), timeout=30)))
+    busy.gate.set()
+    thread.join()
+    assert accepted == [True]
+    assert busy.worker.drain(30)
+    assert busy.log == ["running", "first", 2]
+
+
+def test_a_job_that_waits_for_room_is_abandoned_when_the_worker_stops(busy, in_thread):
+    assert busy.worker.submit(Recorder(busy.log, "first", pages=3))
+    late, accepted = Recorder(busy.log, "late", pages=3), []
+    thread = in_thread(lambda: accepted.append(busy.worker.submit(late, timeout=30)))
+    busy.worker.stop()
+    thread.join()
+    assert accepted == [False]
+    assert isinstance(late.error, WorkerStoppedError)
+
+
+def test_a_withdrawn_job_never_runs_and_makes_room(busy):
+    first, second = Recorder(busy.log, "first", pages=2), Recorder(busy.log, "second", pages=3)
+    assert busy.worker.submit(first)
+    assert busy.worker.withdraw(first)
+    assert not busy.worker.withdraw(first)
+    assert busy.worker.depth == 0
+    assert busy.worker.submit(second)
+    busy.gate.set()
+    assert busy.worker.drain(30)
+    assert not busy.worker.withdraw(second)
+    assert busy.log == ["running", "second"]
+    assert first.error is None
+
+
+def test_draining_waits_for_the_running_job(busy):
+    assert not busy.worker.drain(0.01)
+    busy.gate.set()
+    assert busy.worker.drain(30)
+    assert busy.log == ["running"]
+
+
 def test_a_synchronous_worker_is_done_when_submit_returns():
     log = []
     worker = Worker("worker", CpuDevice(synchronous=True), synchronous=True)

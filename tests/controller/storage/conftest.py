@@ -52,7 +52,7 @@ def connection(shared_master):
 @pytest.fixture
 def shared(monkeypatch, connection, shared_master):
     """Makes Mooncake storages on the shared connection."""
-    monkeypatch.setattr(mooncake, "MooncakeClient", lambda settings, clock: connection)
+    monkeypatch.setattr(mooncake, "MooncakeClient", lambda *_, **__: connection)
     return lambda fingerprint: MooncakeStorage(fingerprint=fingerprint, master=shared_master.address)
 
 

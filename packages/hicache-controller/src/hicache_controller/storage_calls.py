@@ -74,7 +74,7 @@ class StorageCalls:
 
     Attributes
     ----------
-    metrics, settings, skipped
+    store, metrics, settings, skipped
         As given.
     stopping
         Set once operations are to end after the call that runs.
@@ -89,24 +89,24 @@ class StorageCalls:
         settings: StorageSettings,
         skipped: Callable[[int, str], None],
     ) -> None:
-        self._store = store
+        self.store = store
         self.metrics = metrics
         self.settings = settings
         self.skipped = skipped
         self.stopping = threading.Event()
         self.backups = 0
 
-    def store(self, part: StoragePart) -> int:
+    def save(self, part: StoragePart) -> int:
         """Store pages; return how many leading ones are stored, 0 where the storage raises."""
         keys, indices, parents, name = part.keys, part.host_indices, part.parents, part.name
-        stored = self._leading("backup", name, lambda: self._store.batch_set(keys, indices, parents=parents, name=name))
+        stored = self._leading("backup", name, lambda: self.store.batch_set(keys, indices, parents=parents, name=name))
         self.backups += 1
         return stored
 
     def fetch(self, part: StoragePart) -> int:
         """Fill host pages; return how many leading ones are there, 0 where the storage raises."""
         keys, indices, name = part.keys, part.host_indices, part.name
-        return self._leading("prefetch", name, lambda: self._store.batch_get(keys, indices, name=name))
+        return self._leading("prefetch", name, lambda: self.store.batch_get(keys, indices, name=name))
 
     def _leading(self, operation: str, pool: str, call: Callable[[], list[bool]]) -> int:
         began = time.perf_counter()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from hicache_pools.pool_transfer import PoolTransfer
@@ -42,7 +41,6 @@ class _Attached(NamedTuple):
     """Everything that comes and goes with a backend."""
 
     backend: StorageBackend
-    store: HiCacheStorage | TensorPages
     calls: StorageCalls
     backups: Worker
     prefetches: Worker
@@ -52,26 +50,6 @@ class _Attached(NamedTuple):
     def workers(self) -> tuple[Worker, ...]:
         """All of them."""
         return self.backups, self.prefetches, self.lookup.worker
-
-
-class _OneCall:
-    """A block in which all waits share one bound; see :meth:`StorageLink.one_call`."""
-
-    __slots__ = ("_bound", "_link", "_outer")
-
-    def __init__(self, link: StorageLink, bound: WaitBound) -> None:
-        self._link = link
-        self._bound = bound
-        self._outer: WaitBound | None = None
-
-    def __enter__(self) -> WaitBound:
-        self._outer, self._link.bound = self._link.bound, self._bound
-        return self._bound
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._link.bound = self._outer
 
 
 class StorageLink:
@@ -97,8 +75,6 @@ class StorageLink:
         As given.
     changes
         How many times a backend was attached or let go.
-    bound
-        What the waits of the call that runs share; None outside of :meth:`one_call`.
     """
 
     def __init__(
@@ -106,7 +82,7 @@ class StorageLink:
     ) -> None:
         self.settings = settings
         self.changes = 0
-        self.bound: WaitBound | None = None
+        self._bound: WaitBound | None = None  # of the outermost block of one_call
         self._engine = engine
         self._metrics = engine.metrics
         self._agreement = agreement
@@ -122,14 +98,20 @@ class StorageLink:
 
     # Waiting
 
-    def one_call(self, timeout: float | None = None) -> _OneCall:
+    @contextmanager
+    def one_call(self, timeout: float | None = None) -> Iterator[WaitBound]:
         """Bound what is waited for storage in a ``with`` block, in sum, by ``timeout`` or ``max_wait_seconds``.
 
         Without ``timeout``, the bound of a block around this one holds.
         """
-        if timeout is None and self.bound is not None:
-            return _OneCall(self, self.bound)
-        return _OneCall(self, WaitBound(self.settings.max_wait_seconds if timeout is None else timeout))
+        bound = outer = self._bound
+        if bound is None or timeout is not None:
+            bound = WaitBound(self.settings.max_wait_seconds if timeout is None else timeout)
+        self._bound = bound
+        try:
+            yield bound
+        finally:
+            self._bound = outer
 
     def skipped(self, pages: int, pool: str = ANCHOR) -> None:
         """Count pages that storage does not get as it was too slow for them, and log that once in a while."""
@@ -177,6 +159,7 @@ class StorageLink:
         if self._attached is not None:
             raise RuntimeError("a storage backend is attached; detach_storage_backend must come first")
         store = backend if isinstance(backend, HiCacheStorage) else TensorPages(backend)
+        settings = replace(self.settings, retry_seconds=0) if self._synchronous else self.settings
         with ExitStack() as undo:
             if self._listener is not None:
                 store.set_removal_listener(self._listener)
@@ -184,7 +167,7 @@ class StorageLink:
             store.register_mem_pool_host(anchor_pool)
             for name, pool in sidecars.items():
                 store.register_mem_pool_host(pool, name=name)
-            self._attached = self._start(backend, store)
+            self._attached = self._start(backend, StorageCalls(store, self._metrics, settings, self.skipped))
             undo.pop_all()
         self._in_vain = (0.0, -1)
         self.changes += 1
@@ -196,13 +179,13 @@ class StorageLink:
         attached reports to another.
         """
         if self._attached is not None:
-            self._attached.store.set_removal_listener(listener)
+            self._attached.calls.store.set_removal_listener(listener)
         self._listener = listener
 
     def register_sidecar(self, name: str, pool: Any) -> None:
         """Let an attached backend know a pool that came later."""
         if self._attached is not None:
-            self._attached.store.register_mem_pool_host(pool, name=name)
+            self._attached.calls.store.register_mem_pool_host(pool, name=name)
 
     def detach(self, timeout: float | None = None) -> StorageBackend:
         """Finish the backups that wait, cancel the prefetches, stop the workers, and return the backend."""
@@ -238,18 +221,15 @@ class StorageLink:
             raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
         return attached
 
-    def _start(self, backend: StorageBackend, store: HiCacheStorage | TensorPages) -> _Attached:
-        settings = replace(self.settings, retry_seconds=0) if self._synchronous else self.settings
-        calls = StorageCalls(store, self._metrics, settings, self.skipped)
-
+    def _start(self, backend: StorageBackend, calls: StorageCalls) -> _Attached:
         def worker(name: str, max_pages: int) -> Worker:
             return Worker(f"hicache-{name}", CpuDevice(), synchronous=self._synchronous, max_pages=max_pages)
 
+        settings = self.settings
         lookups = worker("lookup", settings.prefetch_queue_pages)
-        lookup = StorageLookup(store, lookups, self._metrics, self._logs, back_off_seconds=settings.back_off_seconds)
+        lookup = StorageLookup(calls, lookups, self._logs)
         backups = worker("backup", settings.backup_queue_pages)
-        prefetches = worker("prefetch", settings.prefetch_queue_pages)
-        return _Attached(backend, store, calls, backups, prefetches, lookup)
+        return _Attached(backend, calls, backups, worker("prefetch", settings.prefetch_queue_pages), lookup)
 
     def _stop(self, attached: _Attached, timeout: float, *, finish_backups: bool) -> bool:
         bound = WaitBound(timeout)
@@ -262,7 +242,7 @@ class StorageLink:
         stopped = [worker.close(bound.left()) for worker in attached.workers]
         self._backups = deque(each if each.done else each.detached() for each in self._backups)
         if self._listener is not None:
-            attached.store.set_removal_listener(None)
+            attached.calls.store.set_removal_listener(None)
         self.changes += 1
         self._attached = None
         if not all(stopped):
@@ -335,15 +315,12 @@ class StorageLink:
         done = 0
         while done < len(self._backups) and self._backups[done].done:
             done += 1
-        if self._agreement.needed:
-            done = self._agreement.smallest([done])[0]
+        done = self._agreement.smallest([done])[0]
+        if not done:
+            return []
         operations = [self._backups.popleft() for _ in range(done)]
-        stored = [operation.stored_pages for operation in operations]
-        if self._agreement.needed and done:
-            stored = self._agreement.smallest(stored)
-        for operation, pages in zip(operations, stored, strict=True):
-            operation.stored_pages = pages
-        return [operation.ack() for operation in operations]
+        stored = self._agreement.smallest([operation.stored_pages for operation in operations])
+        return [operation.ack(pages) for operation, pages in zip(operations, stored, strict=True)]
 
     def cancel_backup(self, node_id: int) -> bool:
         """Cancel a node's backups; see :meth:`HiCacheController.cancel_backup`."""

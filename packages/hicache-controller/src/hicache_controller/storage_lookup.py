@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .failure_log import LogLimit
-from .metrics import Metrics
 from .storage.backoff import Backoff
 from .storage.base import HiCacheStorage
 from .storage.generic import TensorPages
+from .storage_calls import StorageCalls
 from .storage_tasks import StorageTask
 from .wait_bound import WaitBound
 from .worker import Worker
@@ -44,31 +44,21 @@ class StorageLookup:
 
     Parameters
     ----------
-    store
-        The storage that is asked.
+    calls
+        The storage that is asked, and the settings.
     worker
         Where it is asked.
-    metrics, logs
-        Where to count, and what keeps the log short.
-    back_off_seconds
-        Longest pause.
+    logs
+        What keeps the log short.
     """
 
-    def __init__(
-        self,
-        store: HiCacheStorage | TensorPages,
-        worker: Worker,
-        metrics: Metrics,
-        logs: LogLimit,
-        *,
-        back_off_seconds: float,
-    ) -> None:
-        self._store = store
+    def __init__(self, calls: StorageCalls, worker: Worker, logs: LogLimit) -> None:
+        self._store = calls.store
         self.worker = worker
-        self._metrics = metrics
+        self._metrics = calls.metrics
         self._logs = logs
-        self._back_off_seconds = back_off_seconds
-        self._pause = Backoff(time.monotonic, first=min(0.1, back_off_seconds), limit=back_off_seconds)
+        limit = self._back_off_seconds = calls.settings.back_off_seconds
+        self._pause = Backoff(time.monotonic, first=min(0.1, limit), limit=limit)
         self._overdue: _Lookup | None = None
         self._in_vain = 0.0
 

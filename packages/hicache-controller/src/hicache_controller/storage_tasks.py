@@ -148,12 +148,12 @@ class BackupOperation(StorageTask):
         self.pool_pages: dict[str, int] = {}
         self._calls = calls
 
-    def ack(self) -> StorageAck:
-        """Return what became of it."""
+    def ack(self, stored_pages: int) -> StorageAck:
+        """Return what became of it, where the storage of every rank has so many of its pages."""
         error = self.error
-        if error is None and self.stored_pages < self.pages:
-            error = RuntimeError(f"storage took {self.stored_pages} of {self.pages} pages")
-        return StorageAck(self.node_id, self.stored_pages, error, self.pool_pages)
+        if error is None and stored_pages < self.pages:
+            error = RuntimeError(f"storage took {stored_pages} of {self.pages} pages")
+        return StorageAck(self.node_id, stored_pages, error, self.pool_pages)
 
     def detached(self) -> BackupOperation:
         """Return one that has failed, to replace it: acks come in order, and the storage it waits for was detached."""
@@ -190,7 +190,7 @@ class BackupOperation(StorageTask):
         calls = self._calls
         done = attempts = 0
         while True:
-            stored = calls.store(part.batch(done, len(part.keys)))
+            stored = calls.save(part.batch(done, len(part.keys)))
             done += stored
             attempts = 1 if stored else attempts + 1
             if done == len(part.keys) or self.cancelled or attempts > calls.settings.backup_retries:

@@ -19,7 +19,7 @@ from hicache_kernels.validation import seconds, whole
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .fingerprint import Fingerprint
-from .mooncake_client import MooncakeClient, MooncakeDownError, MooncakeSettings
+from .mooncake_client import MooncakeClient, MooncakeDownError
 from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, checksum_of, footer_head, outcome_of
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ MAGIC = b"HICACHEM"
 
 _CHUNK_BYTES = 64 << 20
 _CHUNK_PAGES = 256
+_LOCAL_BUFFER_BYTES = 1 << 20  # for Mooncake's own copies, which whole pages in registered memory do without
 _LANES = 8  # chunks that move at once, each with memory for its footers
 
 # Codes of Mooncake Store.
@@ -117,10 +118,8 @@ class MooncakeStorage(HiCacheStorage):
         self._address = master
         self._deadline = deadline_seconds
         self._reads, self._writes = Backoff(clock), Backoff(clock)
-        settings = MooncakeSettings(
-            master, local_hostname, metadata_server, protocol, devices, segment_bytes, deadline_seconds
-        )
-        self._client = MooncakeClient(settings, clock)
+        setup = (local_hostname, metadata_server, segment_bytes, _LOCAL_BUFFER_BYTES, protocol, devices, master)
+        self._client = MooncakeClient(master, setup, deadline_seconds=deadline_seconds, clock=clock)
         self._footers = memoryview(mmap.mmap(-1, _LANES * _CHUNK_PAGES * FOOTER_BYTES))
         self._lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
         for lane in range(_LANES):

@@ -7,8 +7,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..mooncake_module import import_mooncake
@@ -16,7 +15,6 @@ from .backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
-_LOCAL_BUFFER_BYTES = 1 << 20  # for Mooncake's own copies, which whole pages in registered memory do without
 _STALE_CONNECTIONS = 8
 _NO_REQUEST = bytes(64)  # not a request: a master that lives answers by hanging up
 _environment = threading.Lock()
@@ -25,19 +23,6 @@ _kept: list[Any] = []  # stores that could not be closed; ending them under a ru
 
 class MooncakeDownError(Exception):
     """There is no connection, or the master did not answer in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """Where a Mooncake Store is and what this process adds to it; :class:`MooncakeStorage` says what each means."""
-
-    master: str
-    local_hostname: str
-    metadata_server: str
-    protocol: str
-    devices: str
-    segment_bytes: int
-    deadline_seconds: float
 
 
 class MooncakeClient:
@@ -50,8 +35,11 @@ class MooncakeClient:
 
     Parameters
     ----------
-    settings
-        Where the store is.
+    master, deadline_seconds
+        As :class:`MooncakeStorage` takes them.
+    setup
+        What Mooncake's ``setup`` takes: local host name, metadata server, bytes of the segment and of the local buffer,
+        protocol, devices, and the master.
     clock
         Seconds that grow.
 
@@ -61,9 +49,13 @@ class MooncakeClient:
         Where Mooncake or a library it needs is not installed.
     """
 
-    def __init__(self, settings: MooncakeSettings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, master: str, setup: Sequence[str | int], *, deadline_seconds: float, clock: Callable[[], float]
+    ) -> None:
         self._module = import_mooncake()
-        self._settings = settings
+        self._master = master
+        self._setup = setup
+        self._deadline = deadline_seconds
         self._backoff = Backoff(clock)
         self._changed = threading.Condition()
         self._store: Any = None
@@ -156,8 +148,8 @@ class MooncakeClient:
             over.set()
 
         threading.Thread(target=work, name="hicache-mooncake-call", daemon=True).start()
-        if not over.wait(self._settings.deadline_seconds):
-            raise MooncakeDownError(f"{method} had no answer within {self._settings.deadline_seconds} s")
+        if not over.wait(self._deadline):
+            raise MooncakeDownError(f"{method} had no answer within {self._deadline} s")
         result, error = outcome[0]
         if error is not None:
             raise error
@@ -171,11 +163,11 @@ class MooncakeClient:
         """
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: self._attempt is None, self._settings.deadline_seconds)
+            self._changed.wait_for(lambda: self._attempt is None, self._deadline)
             store, self._store = self._store, None
             if store is None:
                 return
-            idle = self._changed.wait_for(lambda: self._running == 0, self._settings.deadline_seconds)
+            idle = self._changed.wait_for(lambda: self._running == 0, self._deadline)
             buffers, self._buffers = list(self._buffers), {}
         if idle:
             for address in buffers:
@@ -184,7 +176,7 @@ class MooncakeClient:
             store.close()
         else:
             why = "the master is down" if idle else "a call hangs"
-            logger.warning("Mooncake at %s: %s; its client stays until the process ends", self._settings.master, why)
+            logger.warning("Mooncake at %s: %s; its client stays until the process ends", self._master, why)
             _kept.append(store)
 
     def _try(self) -> None:
@@ -192,7 +184,7 @@ class MooncakeClient:
         store: Any = None
         error: Exception | None = None
         try:
-            _check_alive(self._settings)
+            _check_alive(self._master, self._deadline)
             if self._store is None:
                 store = self._set_up()
             else:
@@ -210,7 +202,7 @@ class MooncakeClient:
                     self._store, store = store, None
                 self._lost = False
                 if self._backoff.succeeded():
-                    logger.info("Mooncake at %s: works again", self._settings.master)
+                    logger.info("Mooncake at %s: works again", self._master)
             self._changed.notify_all()
         if store is not None:  # closed meanwhile
             store.close()
@@ -225,28 +217,19 @@ class MooncakeClient:
 
     def _failed(self, error: object) -> None:
         if self._backoff.failed() and not self._closed:
-            logger.warning("Mooncake at %s: %s; going on without it and trying again", self._settings.master, error)
+            logger.warning("Mooncake at %s: %s; going on without it and trying again", self._master, error)
 
     def _answers(self) -> bool:
         try:
-            _check_alive(self._settings)
+            _check_alive(self._master, self._deadline)
         except OSError:
             return False
         return not self._lost
 
     def _set_up(self) -> Any:
-        settings = self._settings
         store = self._module.MooncakeDistributedStore()
-        with _bounded(settings.deadline_seconds):
-            code = store.setup(
-                settings.local_hostname,
-                settings.metadata_server,
-                settings.segment_bytes,
-                _LOCAL_BUFFER_BYTES,
-                settings.protocol,
-                settings.devices,
-                settings.master,
-            )
+        with _bounded(self._deadline):
+            code = store.setup(*self._setup)
         if code != 0:
             raise RuntimeError(f"setup returned {code}")
         return store
@@ -255,19 +238,19 @@ class MooncakeClient:
         if code != 0:
             logger.warning(
                 "Mooncake at %s: registering %d bytes of host memory returned %d; RDMA cannot use them",
-                self._settings.master,
+                self._master,
                 size,
                 code,
             )
 
 
-def _check_alive(settings: MooncakeSettings) -> None:
+def _check_alive(master: str, seconds: float) -> None:
     """Raise ``OSError`` where no process listens, or the one that does is stuck; masters behind etcd are trusted."""
-    if "://" in settings.master:
+    if "://" in master:
         return
-    host, _, port = settings.master.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), settings.deadline_seconds) as connection:
-        connection.settimeout(settings.deadline_seconds)
+    host, _, port = master.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
+        connection.settimeout(seconds)
         connection.sendall(_NO_REQUEST)
         with contextlib.suppress(ConnectionError):
             connection.recv(1)
