@@ -34,17 +34,18 @@ def test_build_makes_a_library_that_info_then_finds(
     except BuildError as error:
         needs(False, str(error))
     out = tmp_path / "out"
-    result = runner.invoke(app, ["build", "--arch", "cpu", "--module", "main", "--out", str(out)])
+    result = runner.invoke(app, ["build", "--arch", "cpu", "--module", "files", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert f"HICACHE_KERNELS_PREBUILT={out}" in result.output
-    record = read_record(out / "main-cpu.so")
+    record = read_record(out / "files-cpu.so")
     assert record is not None
-    assert record.source_key == module_specs()[0].source_key()
+    (spec,) = (spec for spec in module_specs() if spec.key == "files-cpu")
+    assert record.source_key == spec.source_key()
     monkeypatch.setenv("HICACHE_KERNELS_PREBUILT", str(out))
     found = json.loads(runner.invoke(app, ["info", "--json"]).output)
     states = {(m["name"], m["device_type"]): m for m in found["modules"]}
-    assert states["main", "cpu"]["state"] == "prebuilt"
-    assert states["main", "cpu"]["detail"] == str(out / "main-cpu.so")
+    assert states["files", "cpu"]["state"] == "prebuilt"
+    assert states["files", "cpu"]["detail"] == str(out / "files-cpu.so")
     assert states["staged", "cpu"]["state"] == "to build"
     assert "missing or damaged" in states["staged", "cpu"]["note"]
 

@@ -303,3 +303,14 @@ def run_to_its_end(program, expected):
     code = textwrap.dedent(start) + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.split()) == (0, expected), done.stderr
+
+
+def test_a_call_that_an_interrupt_ends_does_not_keep_its_thread_from_destroying_the_pool(bench):
+    device_pool, pool = bench.make("mha")
+    slots = torch.arange(pool.size)
+    gate = pool._gate
+    gate.__enter__()  # as where an interrupt comes before the call is inside
+    pool.backup_from_device_all_layer(device_pool, slots, slots)
+    gate.__enter__()
+    pool.destroy()
+    assert pool._gate.closed

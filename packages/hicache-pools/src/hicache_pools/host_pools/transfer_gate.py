@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 
@@ -14,9 +15,10 @@ POLL_SECONDS = 0.0005
 class TransferGate:
     """Calls under way and results not yet done of one pool; ``with gate:`` holds the pool open for one call.
 
-    It has no lock, so a call costs little, and a forked child finds none that a thread of its parent holds. Appending
-    to a deque and popping from it are atomic. A call counts itself before it looks whether the gate is closed, and
-    draining closes the gate before it looks for calls: one of the two sees the other.
+    It has no lock, so a call costs little: what threads do to a dictionary or a deque in one step is atomic. A call
+    notes its thread before it looks whether the gate is closed, and draining closes the gate before it looks for
+    threads: one of the two sees the other. A note that an interrupt left is replaced by the thread's next call, and
+    does not keep that thread from draining.
 
     Parameters
     ----------
@@ -27,7 +29,7 @@ class TransferGate:
     def __init__(self, name: str) -> None:
         self._name = name
         self._closed = False
-        self._calls: deque[None] = deque()  # one entry a call under way
+        self._callers: dict[int, None] = {}  # threads with a call under way
         self._results: deque[TransferResult] = deque()
 
     @property
@@ -41,13 +43,14 @@ class TransferGate:
             raise RuntimeError(f"this {self._name} has been destroyed; make a new one")
 
     def __enter__(self) -> None:
-        self._calls.append(None)
+        caller = threading.get_ident()
+        self._callers[caller] = None
         if self._closed:
-            self._calls.pop()
+            self._callers.pop(caller, None)
             self.check_open()
 
     def __exit__(self, *_: object) -> None:
-        self._calls.pop()
+        self._callers.pop(threading.get_ident(), None)
 
     def track(self, result: TransferResult) -> TransferResult:
         """Remember a result until its events are done; call it inside ``with gate:``, which draining waits for."""
@@ -73,7 +76,7 @@ class TransferGate:
     def drain(self) -> None:
         """Refuse new transfers, and wait for the calls under way and the results in flight."""
         self.close()
-        while self._calls:
+        while any(caller != threading.get_ident() for caller in list(self._callers)):
             time.sleep(POLL_SECONDS)
         for result in tuple(self._results):
             for event in (result.device_released, result.host_ready):
