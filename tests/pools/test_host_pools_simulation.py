@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-import hicache_kernels.transfer as transfer_module
+from hicache_kernels import paths
 from hicache_pools import MHATokenToKVPoolHost, cpu_simulation
 from hicache_pools.simulation import simulation_is_active
 
@@ -14,7 +14,7 @@ def test_every_pool_runs_on_the_reference_and_nothing_is_compiled(bench, case_na
     def compiled(*_):
         raise AssertionError("a module was loaded inside the simulation")
 
-    monkeypatch.setattr(transfer_module, "load_module", compiled)
+    monkeypatch.setattr(paths, "load_module", compiled)
     case = bench.cases[case_name]
     page_size = case.page_sizes[-1]
     device_pool = case.make(6, page_size, "cpu")

@@ -147,7 +147,7 @@ class Padding:
         return ((mask != 0) == self.shown(mask.shape[1], mask.device)).all()
 
     def is_all_besides_the_future(self, mask: torch.Tensor, first: int) -> torch.Tensor:
-        """Return whether a mask ``[batch, heads, queries, columns]``, bool or to be added, is just causal."""
+        """Return whether a mask ``[batch, heads, queries, columns]``, bool or to be added, is only causal."""
         queries, columns = mask.shape[-2:]
         numbers = torch.arange(columns, device=mask.device)
         rows = torch.arange(first, first + queries, device=mask.device)

@@ -21,7 +21,7 @@ TensorsMark = tuple[list[int], list[int], list[torch.dtype]]
 def weights_hash(model: Any) -> str:
     """Return a digest of all parameters and buffers, computed where they are; any changed bit changes it.
 
-    A 64-bit hash of each tensor, with its name, type and shape. It tells weights apart, but resists no attacker.
+    A 64-bit hash of each tensor, with its name, type and shape. It distinguishes weights; it resists no attacker.
 
     Raises
     ------
