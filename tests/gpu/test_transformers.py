@@ -148,7 +148,7 @@ def test_a_load_is_queued_before_the_session_goes_on(gpu: torch.device, monkeypa
             return register(events, error)
 
         def check_and_note() -> None:
-            queued.extend(events[0]._queued.is_open for events in loads)
+            queued.extend(events[0].queued for events in loads)
             check_weights()
 
         monkeypatch.setattr(counter, "register", register_and_note)

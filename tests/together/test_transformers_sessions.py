@@ -96,8 +96,8 @@ class OtherLoads:
             replace_loads(cache, patch, self.loads)
             other = cache.session(self.shared, checkpoints=())
             other.__enter__()
-            assert tree._loads
-            poll = tree.poll
+            assert tree._transfers.loads
+            poll = tree._transfers.poll
 
             def open_and_poll(*arguments: Any, **options: Any) -> Any:
                 # Whoever waits for a load opens the gate, and nobody else does.
@@ -105,7 +105,7 @@ class OtherLoads:
                     self.gate.set()
                 return poll(*arguments, **options)
 
-            patch.setattr(tree, "poll", open_and_poll)
+            patch.setattr(tree._transfers, "poll", open_and_poll)
             try:
                 session.close()
             finally:
@@ -222,7 +222,7 @@ class TestALoadThatFailsAtOnce:
         def match_and_poll(*arguments: Any, **options: Any) -> Any:
             found = match_rows(*arguments, **options)
             tree = cache.tiers.tree
-            while tree._loads:
+            while tree._transfers.loads:
                 tree.poll(wait=True)
             return found
 

@@ -215,7 +215,7 @@ def test_a_session_ends_while_another_one_loads_the_same_prefix() -> None:
             pool.load_to_device_per_layer = late
             loading = cache.session(shared)
             loading.__enter__()
-            assert cache.tiers.tree._loads
+            assert cache.tiers.tree._transfers.loads
             # The other session ends only once this load does, which it waits for.
             settle = cache.tiers.tree.settle
             cache.tiers.tree.settle = lambda match: gate.set() or settle(match)

@@ -37,58 +37,43 @@ class Signal(Event, Protocol):
         ...
 
 
-class _Latch:
-    """What threads wait for until it is opened, once. A transfer makes one for each layer, so it is cheap.
+class HostSignal:
+    """An event of CPU work; waiting for it blocks the thread, whatever the stream.
 
-    Invariant: until it is open the lock is held; after that only for moments, by those who have waited.
+    A transfer makes one for each layer, so it is cheap.
+
+    Invariant: until it has fired, its lock is held; after that only for moments, by those who have waited.
     """
 
-    __slots__ = ("_forks", "_lock", "is_open")
+    __slots__ = ("_fired", "_forks", "_lock")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self._fired = False
         self._forks = forks.count
         self._lock = threading.Lock()  # guards nothing: those who wait try to take it
         self._lock.acquire()
 
-    def open(self) -> None:
-        """Let all who wait go on; called by one thread at a time."""
-        if not self.is_open:
-            self.is_open = True
-            self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is open, at most ``timeout`` seconds; return whether it is."""
-        if not self.is_open and self._forks != forks.count:
-            raise forks.fork_error("the transfer or the storage operation that is waited for")
-        if not self.is_open and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._lock.release()
-        return self.is_open
-
-
-class HostSignal:
-    """An event of CPU work; waiting for it blocks the thread, whatever the stream."""
-
-    __slots__ = ("_fired",)
-
-    def __init__(self) -> None:
-        self._fired = _Latch()
-
     def query(self) -> bool:
         """Return whether it has fired."""
-        return self._fired.is_open
+        return self._fired
 
     def wait(self, stream: Any = None) -> None:
         """Block until it has fired."""
-        self._fired.wait()
+        self.synchronize()
 
     def synchronize(self, timeout: float | None = None) -> bool:
         """Block until it has fired, at most ``timeout`` seconds; return whether it has."""
-        return self._fired.wait(timeout)
+        if not self._fired and self._forks != forks.count:
+            raise forks.fork_error("the transfer or the storage operation that is waited for")
+        if not self._fired and self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._lock.release()
+        return self._fired
 
     def fire(self, events: Sequence[torch.cuda.Event] | None = None) -> None:
-        """Set it."""
-        self._fired.open()
+        """Let all who wait go on; called by one thread at a time."""
+        if not self._fired:
+            self._fired = True
+            self._lock.release()
 
 
 class CompletedEvent:
@@ -123,7 +108,7 @@ class StreamSignal:
     __slots__ = ("_events", "_queued")
 
     def __init__(self) -> None:
-        self._queued = _Latch()
+        self._queued = HostSignal()
         self._events: tuple[torch.cuda.Event, ...] = ()
 
     def query(self) -> bool:
@@ -133,7 +118,7 @@ class StreamSignal:
     @property
     def queued(self) -> bool:
         """Whether the work is queued."""
-        return self._queued.is_open
+        return self._queued.query()
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
@@ -158,7 +143,7 @@ class StreamSignal:
             self._events = (torch.cuda.current_stream().record_event(),) if events is None else tuple(events)
         finally:
             # Also where recording fails, as it does once a kernel has faulted: no one may wait for ever.
-            self._queued.open()
+            self._queued.fire()
 
 
 def _has_come(event: torch.cuda.Event) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -86,37 +86,31 @@ def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Pages | None:
     return blocks
 
 
-@dataclass
 class _Counts:
-    """Uses of one side: ``counts[access][page]`` operations, their sum, and how many know no pages."""
+    """Uses of one side with one access: operations a page, their sum, and how many know no pages."""
 
-    counts: dict[Access, npt.NDArray[np.int16]] = field(
-        default_factory=lambda: {access: np.zeros(0, dtype=np.int16) for access in Access}
-    )
-    total: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
-    unknown: dict[Access, int] = field(default_factory=lambda: dict.fromkeys(Access, 0))
+    def __init__(self) -> None:
+        self.of_page = np.zeros(0, dtype=np.int16)
+        self.total = self.unknown = 0
 
-    def add(self, access: Access, pages: Pages | None, step: int) -> None:
+    def add(self, pages: Pages | None, step: int) -> None:
         if pages is None:
-            self.unknown[access] += step
+            self.unknown += step
         elif len(pages):
-            counts = self.counts[access]
             top = int(pages.max())
-            if top >= len(counts):
-                grown = np.zeros(max(top + 1, 2 * len(counts)), dtype=np.int16)
-                grown[: len(counts)] = counts
-                self.counts[access] = counts = grown
-            counts[pages] += np.int16(step)
-            self.total[access] += step * len(pages)
+            if top >= len(self.of_page):
+                self.of_page = np.pad(self.of_page, (0, max(top + 1, 2 * len(self.of_page)) - len(self.of_page)))
+            self.of_page[pages] += np.int16(step)
+            self.total += step * len(pages)
 
-    def busy(self, access: Access, pages: Pages) -> npt.NDArray[np.bool_]:
-        if self.unknown[access]:
-            return np.ones(len(pages), dtype=np.bool_)
-        if not self.total[access]:
-            return np.zeros(len(pages), dtype=np.bool_)
-        counts = self.counts[access]
-        inside = pages < len(counts)
-        return inside & (counts[np.where(inside, pages, 0)] > 0)
+    def busy(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        if self.unknown or not self.total:
+            return np.full(len(pages), bool(self.unknown))
+        inside = pages < len(self.of_page)
+        return inside & (self.of_page[np.where(inside, pages, 0)] > 0)
+
+    def touch(self, pages: Pages | None) -> bool:
+        return bool(self.unknown or self.total) if pages is None else bool(self.busy(pages).any())
 
 
 class InFlight(Generic[Owner]):
@@ -134,7 +128,7 @@ class InFlight(Generic[Owner]):
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the uses and their counts: storage threads end what they use
         self._uses: dict[Owner, tuple[PageUse, ...]] = {}
-        self._counts: dict[PoolSide, _Counts] = {}
+        self._counts: defaultdict[tuple[PoolSide, Access], _Counts] = defaultdict(_Counts)
 
     def __len__(self) -> int:
         return len(self._uses)
@@ -144,32 +138,28 @@ class InFlight(Generic[Owner]):
 
     def add(self, owner: Owner, uses: Iterable[PageUse]) -> None:
         """Note what ``owner``, unknown so far, uses."""
-        uses = tuple(uses)
         with self._lock:
             if owner in self._uses:
                 raise ValueError(f"{owner!r} is in flight already")
-            self._uses[owner] = uses
-            for use in uses:
-                counts = self._counts.get(use.side)
-                if counts is None:
-                    counts = self._counts[use.side] = _Counts()
-                counts.add(use.access, use.pages, 1)
+            self._uses[owner] = self._count(uses, 1)
 
     def remove(self, owner: Owner) -> None:
         """Forget ``owner``; without effect where it is not known."""
         with self._lock:
-            for use in self._uses.pop(owner, ()):
-                self._counts[use.side].add(use.access, use.pages, -1)
+            self._count(self._uses.pop(owner, ()), -1)
 
     def narrow(self, owner: Owner, uses: Iterable[PageUse]) -> None:
         """Let ``owner`` use less than before; without effect where it is not known."""
-        uses = tuple(uses)
         with self._lock:
-            if owner not in self._uses:
-                return
-            for use, step in (*((use, -1) for use in self._uses[owner]), *((use, 1) for use in uses)):
-                self._counts[use.side].add(use.access, use.pages, step)
-            self._uses[owner] = uses
+            if owner in self._uses:
+                self._count(self._uses[owner], -1)
+                self._uses[owner] = self._count(uses, 1)
+
+    def _count(self, uses: Iterable[PageUse], step: int) -> tuple[PageUse, ...]:
+        uses = tuple(uses)
+        for use in uses:
+            self._counts[use.side, use.access].add(use.pages, step)
+        return uses
 
     def owners(self) -> list[Owner]:
         """Everything in flight, oldest first."""
@@ -179,28 +169,20 @@ class InFlight(Generic[Owner]):
     def busy(self, side: PoolSide, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return for each page whether anything reads or writes it."""
         with self._lock:
-            counts = self._counts.get(side)
-            if counts is None:
-                return np.zeros(len(pages), dtype=np.bool_)
-            return counts.busy(Access.READ, pages) | counts.busy(Access.WRITE, pages)
+            return self._counts[side, Access.READ].busy(pages) | self._counts[side, Access.WRITE].busy(pages)
 
     def users(self, use: PageUse, accesses: Iterable[Access]) -> list[Owner]:
         """Operations that access, in one of ``accesses``, a page of ``use``; oldest first, each once."""
         with self._lock:
-            counts = self._counts.get(use.side)
-            if counts is None:
-                return []
-            wanted = [access for access in accesses if self._touched(counts, access, use.pages)]
+            wanted = [access for access in accesses if self._counts[use.side, access].touch(use.pages)]
             if not wanted:
                 return []
-            mark = self._mark(use.pages)
+            asked = _Counts()
+            asked.add(use.pages, 1)
             return [
                 owner
                 for owner, uses in self._uses.items()
-                if any(
-                    other.side == use.side and other.access in wanted and self._meets(mark, other.pages)
-                    for other in uses
-                )
+                if any(each.side == use.side and each.access in wanted and asked.touch(each.pages) for each in uses)
             ]
 
     def check_integrity(self) -> None:
@@ -212,39 +194,12 @@ class InFlight(Generic[Owner]):
             Naming the side that differs.
         """
         with self._lock:
-            expected: dict[PoolSide, _Counts] = {side: _Counts() for side in self._counts}
+            expected: defaultdict[tuple[PoolSide, Access], _Counts] = defaultdict(_Counts)
             for uses in self._uses.values():
                 for use in uses:
-                    expected[use.side].add(use.access, use.pages, 1)
-            for side, counts in self._counts.items():
-                for access in Access:
-                    have = np.flatnonzero(counts.counts[access])
-                    want = np.flatnonzero(expected[side].counts[access])
-                    same = np.array_equal(have, want) and np.array_equal(
-                        counts.counts[access][have], expected[side].counts[access][want]
-                    )
-                    same = same and counts.total[access] == expected[side].total[access]
-                    if not same or counts.unknown[access] != expected[side].unknown[access]:
-                        raise RuntimeError(f"the {access.value} counts of {side} are not those of the operations")
-
-    @staticmethod
-    def _touched(counts: _Counts, access: Access, pages: Pages | None) -> bool:
-        if pages is None:
-            return bool(counts.unknown[access] or counts.total[access])
-        return bool(counts.busy(access, pages).any())
-
-    @staticmethod
-    def _mark(pages: Pages | None) -> npt.NDArray[np.bool_] | None:
-        if pages is None:
-            return None
-        mark = np.zeros(int(pages.max()) + 1 if len(pages) else 0, dtype=np.bool_)
-        mark[pages] = True
-        return mark
-
-    @staticmethod
-    def _meets(mark: npt.NDArray[np.bool_] | None, pages: Pages | None) -> bool:
-        if mark is None:
-            return pages is None or len(pages) > 0
-        if pages is None:
-            return len(mark) > 0
-        return bool(mark[pages[pages < len(mark)]].any())
+                    expected[use.side, use.access].add(use.pages, 1)
+            for key, have in self._counts.items():
+                want = expected[key]
+                same = np.array_equal(np.trim_zeros(have.of_page, "b"), np.trim_zeros(want.of_page, "b"))
+                if not same or (have.total, have.unknown) != (want.total, want.unknown):
+                    raise RuntimeError(f"the {key[1].value} counts of {key[0]} are not those of the operations")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
+from hicache_pools.group_slots import Side
 from hicache_pools.host_pools.base import HostPool
 
-from .in_flight import Pages, aligned_blocks, pages_of
+from .in_flight import Access, PageUse, PoolSide, aligned_blocks, pages_of
+
+if TYPE_CHECKING:
+    from .transfer_handle import L2Transfer
 
 
 def device_slot_count(entry: PoolEntry) -> int | None:
@@ -17,11 +23,12 @@ def device_slot_count(entry: PoolEntry) -> int | None:
     return entry.device_pool.index_size if isinstance(entry.device_pool, DevicePool) else None
 
 
-def device_pages(device_pool: object, indices: torch.Tensor, page_size: int) -> Pages | None:
-    """Return the pages that device indices touch, or None where that is not known on the CPU."""
-    if isinstance(device_pool, DevicePool) and device_pool.index_translation is not None:
-        return None
-    return pages_of(indices, page_size)
+def page_use(pool: PoolEntry | L2Transfer, side: Side, access: Access, indices: torch.Tensor) -> PageUse:
+    """Return what an operation does with pages of one side of a pool, unknown ones where they are not on the CPU."""
+    device = pool.device_pool
+    known = side == "host" or not isinstance(device, DevicePool) or device.index_translation is None
+    pages = pages_of(indices, int(pool.host_pool.page_size)) if known else None
+    return PageUse(PoolSide(str(pool.name), side), access, pages)
 
 
 def own_indices(indices: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,9 @@ class StartedOperation:
     parts
         The operations, those that were refused included.
     refused
-        Why some were not submitted with the others.
+        Why parts were not submitted.
     handle
-        The transfer of the others; None where there are none, or submitting them failed.
-    submit_error
-        Why it did.
+        The transfer of the others; None where there are none.
     consumer
         Id in the layer counter, for loads.
     cut
@@ -53,7 +51,6 @@ class StartedOperation:
     parts: tuple[CacheOperation, ...]
     refused: dict[CacheOperation, BaseException] = field(default_factory=dict)
     handle: TransferHandle | None = None
-    submit_error: BaseException | None = None
     consumer: int = NOTHING_TO_WAIT_FOR
     cut: bool = False
 
@@ -70,14 +67,13 @@ class StartedOperation:
 
     def failures(self) -> list[tuple[CacheOperation, BaseException]]:
         """Return the parts that have failed or were cancelled on this rank so far, and why."""
-        if not self.refused and self.handle is not None and not self.handle.has_failed:
+        if not self.refused and not (self.handle is not None and self.handle.has_failed):
             return []
         found = list(self.refused.items())
-        submitted = [part for part in self.parts if part not in self.refused]
-        for number, part in enumerate(submitted):
-            error = self.submit_error if self.handle is None else self.handle.part_error(number)
-            if error is not None:
-                found.append((part, error))
+        if self.handle is not None:
+            submitted = [part for part in self.parts if part not in self.refused]
+            errors = [self.handle.part_error(number) for number in range(len(submitted))]
+            found += [(part, error) for part, error in zip(submitted, errors, strict=True) if error is not None]
         return found
 
     def errors(self) -> Errors:
@@ -198,7 +194,7 @@ class OperationQueue:
                         transfers, layers=self._plan.layers, ready_events=events, parts=parts
                     )
             except BaseException as error:
-                started.submit_error = error
+                started.refused |= dict.fromkeys(made, error)
                 self._engine.failures.note(words(self._direction), error)
                 if not isinstance(error, Exception):
                     raise

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 
 from hicache_kernels.staging import Direction
-from hicache_pools.group import HostPoolGroup
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
-from .in_flight import Access, PageUse, PoolSide, pages_of
-from .indices import check_device_indices, check_range, device_slot_count, own_indices
+from .in_flight import Access, PageUse
+from .indices import check_device_indices, check_range, device_slot_count, own_indices, page_use
 from .operations import CacheOperation
 from .slots import Slots
 from .storage.base import ANCHOR
@@ -187,12 +186,12 @@ def storage_parts(
     slots.check_host(anchor, host_indices, len(keys))
     host_indices = own_indices(host_indices)
     parts = [StoragePart(ANCHOR, list(keys), host_indices, None if parents is None else list(parents))]
-    uses = [_host_use(slots.group, str(anchor.name), access, host_indices)]
+    uses = [page_use(anchor, "host", access, host_indices)]
     by_name = {str(transfer.name): transfer for transfer in transfers}
     for transfer in transfers:
         part = _storage_part(slots, transfer, parts[0], by_name)
         parts.append(part)
-        uses.append(_host_use(slots.group, part.name, access, part.host_indices))
+        uses.append(page_use(slots.group.get_entry(part.name), "host", access, part.host_indices))
     slots.start_writes_of(uses)
     return StorageParts(parts, uses)
 
@@ -225,8 +224,3 @@ def _storage_part(
     slots.check_host(group.get_entry(name), indices, len(names), shared=shares is not None)
     stored = [each if isinstance(each, bytes) else each.encode() for each in names]
     return StoragePart(name, stored, own_indices(indices), anchor_part.parents if whole else None, policy)
-
-
-def _host_use(group: HostPoolGroup, name: str, access: Access, host_indices: torch.Tensor) -> PageUse:
-    pages = pages_of(host_indices, int(group.get_pool(name).page_size))
-    return PageUse(PoolSide(name, "host"), access, pages)

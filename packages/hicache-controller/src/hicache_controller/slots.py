@@ -15,7 +15,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from .engine_calls import EngineCalls
 from .in_flight import Access, InFlight, Pages, PageUse, PoolSide, pages_of
-from .indices import check_device_indices, check_form, check_range, device_pages, own_indices
+from .indices import check_device_indices, check_form, check_range, own_indices, page_use
 from .interrupts import interruptibly
 from .operations import CacheOperation
 from .transfer_engine import READ, WRITE, L2TransferEngine
@@ -76,9 +76,9 @@ class Slots:
                 continue
             entry = self.group.get_entry(part.name)
             if device is not None:
-                uses.append(_device_use(entry, device_indices, device))
+                uses.append(page_use(entry, "device", device, device_indices))
             if host is not None:
-                uses.append(_host_use(entry, host_indices, host))
+                uses.append(page_use(entry, "host", host, host_indices))
         return uses
 
     def _all_uses_of(self, operation: CacheOperation) -> list[PageUse]:
@@ -141,7 +141,7 @@ class Slots:
         """Raise RuntimeError where slots are those of a load that was not started, and so have no contents yet."""
         if not self.queues[Direction.LOAD].waiting:
             return
-        users = self.waiting_uses.users(_device_use(entry, device_indices, Access.WRITE), WRITE)
+        users = self.waiting_uses.users(page_use(entry, "device", Access.WRITE, device_indices), WRITE)
         if users:
             raise RuntimeError(
                 f"device_indices are those of a load of node {users[0].node_ids[0]} that was not started; "
@@ -155,7 +155,7 @@ class Slots:
         self.check_not_loading(entry, device_indices)
         writes = self.queues[Direction.WRITE_BACK]
         if writes.waiting or self._engine.in_flight:
-            use = _device_use(entry, device_indices, Access.WRITE)
+            use = page_use(entry, "device", Access.WRITE, device_indices)
             if writes.waiting and self.waiting_uses.users(use, READ):
                 writes.start()
             for event in self._engine.events_of_users([(use, (Access.READ, Access.WRITE))]):
@@ -324,16 +324,6 @@ def _taken_out(transfer: PoolTransfer, device: bool) -> torch.Tensor | None:
     elif not device and transfer.host_from_group:
         indices, transfer.host_indices, transfer.host_from_group = transfer.host_indices, None, False
     return indices
-
-
-def _host_use(entry: PoolEntry, host_indices: torch.Tensor, access: Access) -> PageUse:
-    pages = pages_of(host_indices, int(entry.host_pool.page_size))
-    return PageUse(PoolSide(str(entry.name), "host"), access, pages)
-
-
-def _device_use(entry: PoolEntry, device_indices: torch.Tensor, access: Access) -> PageUse:
-    pages = device_pages(entry.device_pool, device_indices, int(entry.host_pool.page_size))
-    return PageUse(PoolSide(str(entry.name), "device"), access, pages)
 
 
 def _whole_pages(entry: PoolEntry, host_indices: torch.Tensor) -> Pages:

@@ -19,8 +19,8 @@ from hicache_pools.group_slots import Side
 from .devices import Clock, Device
 from .events import COMPLETED, Event, Signal
 from .failure_log import FailureLog
-from .in_flight import Access, InFlight, PageUse, PoolSide, pages_of
-from .indices import device_pages
+from .in_flight import Access, InFlight, PageUse
+from .indices import page_use
 from .metrics import Labels, Metrics
 from .operations import OperationCancelledError, SourceFailedError
 
@@ -90,12 +90,7 @@ class L2Transfer:
 
     def use(self, side: Side, access: Access) -> PageUse:
         """Return what it does with its pages of one side; they are unknown where they are not on the CPU."""
-        page_size = int(self.host_pool.page_size)
-        if side == "host":
-            pages = pages_of(self.host_indices, page_size)
-        else:
-            pages = device_pages(self.device_pool, self.device_indices, page_size)
-        return PageUse(PoolSide(self.name, side), access, pages)
+        return page_use(self, side, access, self.host_indices if side == "host" else self.device_indices)
 
     @property
     def quota(self) -> dict[str, int]:

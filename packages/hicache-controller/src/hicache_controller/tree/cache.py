@@ -26,7 +26,7 @@ from .keys import SequenceKeys
 from .loads import Loads
 from .node import Pages, TreeNode
 from .order import EvictionOrder
-from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, TreeSettings, WritePolicy
+from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, WritePolicy
 from .pools import Pools
 from .prefetches import Prefetches
 from .radix_tree import RadixTree
@@ -41,16 +41,13 @@ class UnifiedRadixCache:
     """Prefix tree over the device pool, the host pool and storage.
 
     Keys are chained page hashes (:class:`SequenceKeys`), so equal keys at one place mean an equal prefix, namespace
-    included. Not thread-safe: an engine's scheduler thread owns it.
+    included. A prefix is a hit as far as the anchor and every windowed pool can be restored from some tier at that very
+    length. Entries of these pools without ``host_evict_fn`` or ``device_evict_fn`` get one, so that an allocation of
+    the engine through their group evicts what the tree can spare.
 
-    A prefix is a hit as far as the anchor and every windowed pool can be restored from some tier at that very length.
-
-    The entries of the anchor and of windowed pools get ``host_evict_fn`` and ``device_evict_fn`` if they have none, so
-    that an allocation of the engine through their group evicts what the tree can spare.
-
-    Every call does all of its steps although a callback of the engine (an allocator, the listener) raises, and raises
-    the first such error at its end. A match that it was to replace then stays the caller's. Interrupts come at the end
-    of a call, or while it waits.
+    One thread makes the calls, that of the controller's. A call does all of its steps although a callback of the engine
+    (an allocator, the listener) raises, and raises the first such error at its end; a match that it was to replace then
+    stays the caller's. Interrupts come at the end of a call, or while it waits.
 
     Parameters
     ----------
@@ -60,10 +57,8 @@ class UnifiedRadixCache:
         Hands out device pages; the anchor entry's ``device_alloc_fn`` draws on the same one.
     page_size
         Slots a page.
-    write_policy
-        See :class:`WritePolicy`.
-    selective_hits
-        Uses after which ``write_through_selective`` writes a node.
+    write_policy, selective_hits
+        See :class:`WritePolicy`; uses after which ``write_through_selective`` writes a node. May be set later.
     eviction
         ``"lru"``, ``"lfu"``, ``"size_aware"``, ``"fifo"``, ``"filo"``, ``"mru"``, ``"slru"``, an
         :class:`EvictionStrategy` or a :class:`PlacedEvictionStrategy`.
@@ -71,20 +66,13 @@ class UnifiedRadixCache:
         Pools of which a prefix needs only the last pages.
     quotas
         Limits by namespace; see :meth:`set_quota`.
-    load_back_pages
-        A match with fewer pages on the host is cut to its device part instead: a short load may cost more than
-        computing.
-    load_quota_pages
-        Most anchor pages one load-back moves; None for no limit.
+    load_back_pages, load_quota_pages
+        Fewest pages on the host that are loaded, as a short load may cost more than computing; most anchor pages that
+        one load-back moves, None for no limit. May be set later.
     listener
         Called for each :class:`CacheEvent`.
     clock
         Seconds, for pins with a time to live; ``time.monotonic`` by default.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError
-        Naming what was given and what is accepted.
     """
 
     def __init__(
@@ -103,7 +91,10 @@ class UnifiedRadixCache:
         listener: Listener | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._settings = TreeSettings(WritePolicy(write_policy), selective_hits, load_back_pages, load_quota_pages)
+        self.write_policy = WritePolicy(write_policy)
+        self.selective_hits = whole("selective_hits", selective_hits)
+        self.load_back_pages = whole("load_back_pages", load_back_pages)
+        self.load_quota_pages = None if load_quota_pages is None else whole("load_quota_pages", load_quota_pages)
         page_size = whole("page_size", page_size)
         if page_size != controller.page_size:
             raise ValueError(f"page_size is {page_size}; the controller's pools have pages of {controller.page_size}")
@@ -126,69 +117,16 @@ class UnifiedRadixCache:
         self._pools = pools = Pools(tree, controller, events)
         self._backups = backups = Backups(tree, pools, clock)
         self._transfers = transfers = Transfers(tree, pools, backups)
-        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self._settings)
-        self._loads = loads = Loads(tree, pools, transfers, evictor, self._settings)
+        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self)
+        self._loads = loads = Loads(tree, pools, transfers, evictor, self)
         self._prefetches = Prefetches(tree, pools, backups, evictor)
         self._requests = Requests(tree, pools, evictor, loads)
         self._retraction = Retraction(tree, pools, transfers, evictor, loads)
-        self._serve_pools()
-
-    def _serve_pools(self) -> None:
-        """Let the pools evict through this tree."""
-        self._pools.reclaim.serve(
-            self.controller.host_group.anchor_entry,
-            evict_host=self.evict_host,
-            evict_device=lambda count: self.evict_device(max(count - self.device_allocator.available_pages, 0)),
-        )
-        for name, pool in self.windows.items():
-            self._pools.reclaim.serve(
-                pool.entry,
-                evict_host=lambda count, name=name: self.evict_window_host(name, count),  # type: ignore[misc]
-                evict_device=lambda count, name=name: self.evict_window_device(name, count),  # type: ignore[misc]
-            )
-
-    # Settings
 
     @property
     def root(self) -> TreeNode:
         """The node above all others, which has no pages; another one after :meth:`reset`."""
         return self._tree.root
-
-    @property
-    def write_policy(self) -> WritePolicy:
-        """When pages are written to the host; may be set."""
-        return self._settings.write_policy
-
-    @write_policy.setter
-    def write_policy(self, policy: WritePolicy) -> None:
-        self._settings.write_policy = WritePolicy(policy)
-
-    @property
-    def selective_hits(self) -> int:
-        """Uses after which ``write_through_selective`` writes a node; may be set."""
-        return self._settings.selective_hits
-
-    @selective_hits.setter
-    def selective_hits(self, hits: int) -> None:
-        self._settings.selective_hits = whole("selective_hits", hits)
-
-    @property
-    def load_back_pages(self) -> int:
-        """Fewest pages on the host that are loaded; may be set."""
-        return self._settings.load_back_pages
-
-    @load_back_pages.setter
-    def load_back_pages(self, pages: int) -> None:
-        self._settings.load_back_pages = whole("load_back_pages", pages)
-
-    @property
-    def load_quota_pages(self) -> int | None:
-        """Most anchor pages one load-back moves, None for no limit; may be set."""
-        return self._settings.load_quota_pages
-
-    @load_quota_pages.setter
-    def load_quota_pages(self, pages: int | None) -> None:
-        self._settings.load_quota_pages = None if pages is None else whole("load_quota_pages", pages)
 
     @tree_call
     def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
@@ -206,10 +144,9 @@ class UnifiedRadixCache:
         Parameters
         ----------
         keys
-            Page keys of the whole request, 16 bytes each, or the sequence itself. A request shorter than a page has
-            none, and an empty match.
+            Page keys of the whole request, 16 bytes each, or the sequence itself.
         namespace
-            Whose quota its new pages count against; the sequence's own where ``keys`` is one.
+            Whose quota its new pages count against; by default that of the sequence.
         priority
             Its pages leave a tier after all of lower priority; any int32.
         """
@@ -241,24 +178,11 @@ class UnifiedRadixCache:
         return self._tree.expire()
 
     def device_page_numbers(self, match: Match) -> Pages:
-        """Device pages of the match's leading ``device_pages``, in order.
-
-        Raises
-        ------
-        ValueError
-            If some are gone, because a load that was to fill them failed and a poll has seen it; ``settle`` gives the
-            shorter match.
-        """
+        """Device pages of a match, in order; ValueError if a load of some has failed, and :meth:`settle` must come."""
         return self._requests.device_pages(match)
 
     def window_page_numbers(self, match: Match, name: PoolName | str) -> Pages:
-        """Device pages of a windowed pool for the last pages of a match, in order; at most the window's.
-
-        Raises
-        ------
-        ValueError
-            If some are on the host; load_back must come first.
-        """
+        """Device pages of a windowed pool at the end of a match, in order; ValueError if some are on the host."""
         return self._requests.window_pages(match, str(name))
 
     @tree_call
@@ -273,10 +197,13 @@ class UnifiedRadixCache:
     ) -> InsertResult:
         """Give computed pages to the tree, after a match that is wholly on the device.
 
+        If another request had inserted some of them first, the tree keeps its own pages and the duplicates are freed.
+        It waits for loads of these pages; if one fails, the request's own take their place.
+
         Parameters
         ----------
         match
-            Pinned match; the one in the result replaces it.
+            Pinned match; the one in the result, over all published pages, replaces it.
         pages
             Device page numbers of the pages after the match.
         count
@@ -285,15 +212,7 @@ class UnifiedRadixCache:
             For windowed pools, the device pages of the last published pages, at most ``count``. A prefix that gets
             none for a pool is no hit at this length; so a recurrent state is given where it was saved.
         computed_tokens
-            Tokens of the request, from its start, whose KV is computed: whole pages up to there are published. Given
-            instead of ``count``.
-
-        Returns
-        -------
-        InsertResult
-            The pinned match over all published pages. If another request had inserted some of them first, the tree
-            keeps its own pages and the duplicates among ``pages`` are freed. If a load is to fill the tree's pages,
-            this waits for it; if it fails, the request's own take their place.
+            Instead of ``count``, tokens of the request whose KV is computed: whole pages up to there are published.
 
         Raises
         ------
@@ -355,12 +274,8 @@ class UnifiedRadixCache:
     def prefetch(self, match: Match, *, timeout: float | None = None) -> Match:
         """Bring the pages after the match from storage to the host, and wait for all of them.
 
-        Parameters
-        ----------
-        match
-            Replaced by the one that is returned.
-        timeout
-            Seconds to wait for storage, by default its ``timeout_seconds``; then what has come counts.
+        The match that it returns replaces this one. What has come after ``timeout`` seconds, by default the storage's
+        ``timeout_seconds``, counts.
         """
         with self._prefetches.waiting(checked_timeout(timeout)):
             return self._prefetches.finish(self._prefetches.start(match), wait=True)
@@ -391,7 +306,6 @@ class UnifiedRadixCache:
             What :meth:`start_prefetch` returned.
         wait, timeout
             Whether to wait for all of it, and for how many seconds, by default the storage's ``timeout_seconds``.
-            Otherwise the scheduler's bound holds.
 
         Raises
         ------
@@ -410,24 +324,12 @@ class UnifiedRadixCache:
     def load_back(self, match: Match, *, wait: bool = True) -> Match:
         """Load what the match has on the host to the device.
 
-        Parameters
-        ----------
-        match
-            Replaced by the one that is returned.
-        wait
-            False: the loads may still run. The engine then lets its layers wait for the match's ``consumers``, and
-            calls :meth:`settle` before it inserts.
+        The match it returns replaces this one, and is on the device. It is shorter if the device has no room for all of
+        it, a load failed, or ``load_back_pages`` and ``load_quota_pages`` say so. What another request is loading
+        already is not loaded again. With ``wait=False`` the loads may still run: the engine lets its layers wait for
+        the match's ``consumers``, and calls :meth:`settle` before it inserts.
 
-        Returns
-        -------
-        Match
-            On the device. Shorter if the device has no room for all of it, a load failed, or ``load_back_pages`` and
-            ``load_quota_pages`` say so. What another request is loading already is not loaded again.
-
-        Raises
-        ------
-        ValueError
-            If the match was released or replaced before.
+        ValueError if the match was released or replaced before.
         """
         return self._loads.load_back(match, wait=wait)
 
@@ -450,11 +352,8 @@ class UnifiedRadixCache:
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no transfer is in flight; returns whether that was reached.
 
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for storage; 0 only polls. By default as long as it makes progress: as another page is
-            stored within its ``timeout_seconds``.
+        It waits for storage ``timeout`` seconds, where 0 only polls, or by default as long as another page is stored
+        within the storage's ``timeout_seconds``.
         """
         return self._transfers.drain(checked_timeout(timeout))
 
@@ -464,21 +363,16 @@ class UnifiedRadixCache:
     def retraction_backup(
         self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
     ) -> bool:
-        """Move a running request to the host, all pools or none; see :meth:`Retraction.backup`.
+        """Move a running request to the host, all pools or none.
 
         Parameters
         ----------
         request_id
             For :meth:`retraction_restore` and :meth:`retraction_discard`.
-        match
-            Its pinned match, on the device. Released if the result is True.
-        pages, windows
-            Its private device pages of the anchor, and of windowed pools; freed if the result is True.
-
-        Returns
-        -------
-        bool
-            False if the host has no room even after evicting, or the write failed: the request stays as it was.
+        match, pages, windows
+            Its pinned match, on the device, and its private device pages of the anchor and of windowed pools. The match
+            is released and the pages freed if the result is True. It is False if the host has no room even after
+            evicting, or the write failed: the request stays as it was.
 
         Raises
         ------
@@ -489,13 +383,7 @@ class UnifiedRadixCache:
 
     @tree_call
     def retraction_restore(self, request_id: str) -> Restored | None:
-        """Bring a request back to the device; None if that has no room now, and it stays retracted.
-
-        Raises
-        ------
-        KeyError
-            No such request is retracted.
-        """
+        """Bring a request back to the device; None if that has no room now; KeyError if it is not retracted."""
         return self._retraction.restore(request_id)
 
     @tree_call
@@ -512,15 +400,9 @@ class UnifiedRadixCache:
 
     @tree_call
     def inc_lock_ref(self, node: TreeNode) -> None:
-        """Keep a node, and with it its prefix, on the device until as many calls of :meth:`dec_lock_ref`.
+        """Keep a node and its prefix on the device until as many calls of :meth:`dec_lock_ref`; not windowed pools.
 
-        That is its full attention only. Windowed pools are kept by matches and pins, as what a prefix needs of them
-        depends on where it ends.
-
-        Raises
-        ------
-        ValueError
-            If the node is not in the tree, or not on the device.
+        ValueError if the node is not in the tree, or not on the device.
         """
         self._tree.add_reference(node, device=True)
 
@@ -541,24 +423,10 @@ class UnifiedRadixCache:
 
     @tree_call
     def split(self, node: TreeNode, pages: int) -> TreeNode:
-        """Split a node in two.
+        """Split a node in two and return the head, which is new and has ``pages`` pages.
 
-        Parameters
-        ----------
-        node
-            Stays as the tail, with its locks and transfers in flight.
-        pages
-            Of the new head, at least one and fewer than the node has.
-
-        Returns
-        -------
-        TreeNode
-            The head.
-
-        Raises
-        ------
-        ValueError
-            If the node is not in the tree, is its root, or has too few pages.
+        The node stays as the tail, with its locks and transfers in flight. ValueError if it is not in the tree, is its
+        root, or does not have more pages.
         """
         return self._tree.checked_split(node, pages)
 
@@ -610,15 +478,12 @@ class UnifiedRadixCache:
     def reset(self, timeout: float | None = None) -> None:
         """Forget everything: device pages go back to the engine's allocators, host pages are free; matches are void.
 
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for storage to take what is on its way there, by default as long as it makes progress.
+        Waits for storage as :meth:`drain`, then gives up the backups.
 
         Raises
         ------
         TimeoutError
-            If a call to storage does not end then. Backups were given up, nothing else was changed; call it again.
+            If a call to storage does not end within ``timeout``. Nothing else was changed; call it again.
         """
         timeout = checked_timeout(timeout)
         bound = WaitBound(math.inf if timeout is None else timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -38,6 +39,15 @@ class Evictor:
         self._transfers = transfers
         self._device = device_allocator
         self._settings = settings
+        self._pools.reclaim.serve(
+            pools.controller.host_group.anchor_entry,
+            self.evict_host,
+            lambda count: self.evict_device(max(count - device_allocator.available_pages, 0)),
+        )
+        for name, pool in tree.windows.items():
+            self._pools.reclaim.serve(
+                pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name)
+            )
 
     @property
     def _writes_back(self) -> bool:

@@ -181,21 +181,13 @@ class Quota:
                 whole(name, value, least=0)
 
 
-@dataclass(slots=True)
-class TreeSettings:
-    """What an engine may change while it runs; see :class:`UnifiedRadixCache`."""
+class TreeSettings(Protocol):
+    """What an engine may change while it runs: attributes of :class:`UnifiedRadixCache`."""
 
     write_policy: WritePolicy
     selective_hits: int
     load_back_pages: int
     load_quota_pages: int | None
-
-    def __post_init__(self) -> None:
-        self.write_policy = WritePolicy(self.write_policy)
-        for name in ("selective_hits", "load_back_pages", "load_quota_pages"):
-            value = getattr(self, name)
-            if value is not None:
-                whole(name, value)
 
 
 NO_QUOTA = Quota()

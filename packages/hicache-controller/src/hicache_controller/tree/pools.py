@@ -41,7 +41,7 @@ class Pools:
         self.controller = controller
         self.events = events
         self.calls = tree.calls
-        self.reclaim = Reclaim(alone=not controller.agreement.needed)
+        self.reclaim = Reclaim(controller)
         self.anchor = events.anchor
 
     # Ranks

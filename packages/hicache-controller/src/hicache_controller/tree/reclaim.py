@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from hicache_pools.pool_entry import PoolEntry
 
+from ..controller import HiCacheController
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,21 +21,22 @@ class Reclaim:
     back as well; then nothing is evicted, as the tree has made what room it can before, and is in the middle of its own
     work. Nor is anything evicted on a thread other than the one that uses the tree, as the tree is not thread-safe, or
     if ranks keep equal trees: the others know nothing of this one's pool.
-
-    Parameters
-    ----------
-    alone
-        Whether this is the only rank.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self, controller: HiCacheController) -> None:
+        self._controller = controller
         self._thread = threading.get_ident()
         self._working = 0
 
     def use_on_this_thread(self) -> None:
         """Note which thread uses the tree."""
         self._thread = threading.get_ident()
+
+    def evict(self, entry: PoolEntry, evict: Callable[[int], object], pages: int) -> None:
+        """Evict for an allocation from a pool that is short, if that may be now."""
+        if self._may_evict(entry):
+            with self.held(), self._controller.engine_calls, self._controller.storage.one_call():
+                evict(pages)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -45,21 +48,9 @@ class Reclaim:
             self._working -= 1
 
     def serve(
-        self,
-        entry: PoolEntry,
-        *,
-        evict_host: Callable[[int], object],
-        evict_device: Callable[[int], object],
+        self, entry: PoolEntry, evict_host: Callable[[int], object], evict_device: Callable[[int], object]
     ) -> None:
-        """Set an entry's callbacks. They replace those of an earlier tree, never those that the engine has set.
-
-        Parameters
-        ----------
-        entry
-            Of the anchor or of a windowed pool.
-        evict_host, evict_device
-            ``fn(pages)``, the tree's.
-        """
+        """Let a pool call ``fn(pages)``; replaces callbacks of an earlier tree, never those that the engine has set."""
         if entry.host_evict_fn is None or isinstance(entry.host_evict_fn, _Callback):
             entry.host_evict_fn = _Callback(self, entry, evict_host)
         if entry.device_evict_fn is None or isinstance(entry.device_evict_fn, _Callback):
@@ -68,7 +59,7 @@ class Reclaim:
     def _may_evict(self, entry: PoolEntry) -> bool:
         if self._working:
             return False
-        if not self._alone:
+        if self._controller.agreement.needed:
             logger.debug("pool %s is short on this rank; ranks make room by calls of the tree, in step", entry.name)
             return False
         if threading.get_ident() != self._thread:
@@ -87,6 +78,4 @@ class _Callback:
         self._page_size = int(entry.host_pool.page_size)
 
     def __call__(self, slots: int) -> None:
-        if self._reclaim._may_evict(self._entry):
-            with self._reclaim.held():
-                self._evict(-(-slots // self._page_size))
+        self._reclaim.evict(self._entry, self._evict, -(-slots // self._page_size))

@@ -111,7 +111,7 @@ class HiCache:
         self.on_unsupported = on_unsupported
         self._unsupported = unsupported
         self.needs_positions = needs_positions
-        self.user = OneUser("this cache")
+        self.user = OneUser("this cache", None if tiers is None else tiers.controller.adopt_thread)
         self.decoder = decoder_of(model)
         self.cache_argument = cache_argument(self.decoder.forward)
         self._configs = (model.config, model.config.get_text_config(decoder=True))
@@ -424,7 +424,7 @@ class HiCache:
         self._closed = True
         if self._tiers is None:
             return
-        with ExitStack() as steps:  # The last one first.
+        with self.user, ExitStack() as steps:  # The last one first.
             if self._owns_storage and self.storage is not None:
                 steps.callback(self.storage.close)
             steps.callback(self._tiers.close)

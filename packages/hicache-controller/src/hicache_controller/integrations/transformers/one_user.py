@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class OneUser:
@@ -12,10 +13,13 @@ class OneUser:
     ----------
     name
         What is used, for messages.
+    adopt
+        Called by a thread that follows another one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, adopt: Callable[[], object] | None = None) -> None:
         self._name = name
+        self._adopt = adopt
         self._lock = threading.Lock()  # guards the two below
         self._thread: threading.Thread | None = None
         self._entries = 0
@@ -31,6 +35,8 @@ class OneUser:
         with self._lock:
             self._check()
             if self._thread is not (thread := threading.current_thread()):
+                if self._adopt is not None:
+                    self._adopt()
                 self._thread, self._entries = thread, 0
             self._entries += 1
 
