@@ -41,7 +41,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
     storage = MemoryStorage()
     controller = HiCacheController(
         HostPoolGroup([entry]),
-        storage=StorageSettings(prefetch_policy="wait_complete", retry_seconds=0, batch_pages=2),
+        storage=StorageSettings(prefetch_policy="wait_complete", retry_seconds=0, batch_pages=2, max_wait_seconds=30),
         distributed_group=torch.distributed.group.WORLD,
         distributed_timeout=5 if mode == "dies" else 60,
     )

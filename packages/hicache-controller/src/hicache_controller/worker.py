@@ -86,6 +86,10 @@ class Worker:
             Whether the job has run or will; False where the queue stayed full, or the worker is stopped, which abandons
             the job.
         """
+        if self._thread is None and not self.stopping:  # the caller's thread alone runs jobs
+            with self._device.scope():
+                self._run(job, after)
+            return True
         pages = job.pages
         with self._changed:
             if not self._has_room(pages):
@@ -93,7 +97,7 @@ class Worker:
                 if not self._has_room(pages):
                     return False
             idle = not (self._running or self._jobs)
-            here = self._thread is None or (inline and idle and all(map(is_queued, after)))
+            here = inline and idle and all(map(is_queued, after))
             if not (here or self.stopping):
                 self._jobs.append((job, after))
                 self.depth += pages

@@ -23,7 +23,7 @@ class Backoff:
         self._limit = limit
         self._pause = 0.0
         self._until = 0.0
-        self._lock = threading.Lock()  # guards the pause and when it ends
+        self._lock = threading.Lock()  # guards the pause and its end
 
     @property
     def active(self) -> bool:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _STALE_CONNECTIONS = 8
 _NO_REQUEST = bytes(64)  # not a request: a master that lives answers by hanging up
-_environment = threading.Lock()  # guards the environment variables that a store reads while it is set up
+_environment = threading.Lock()  # guards the environment while a client is set up with variables of its own
 _kept: list[Any] = []  # stores that could not be closed; ending them under a running call would end the process
 
 
@@ -57,7 +57,7 @@ class MooncakeClient:
         self._setup = setup
         self._deadline = deadline_seconds
         self._backoff = Backoff(clock)
-        self._changed = threading.Condition()  # guards all below; notified when a call or an attempt ends
+        self._changed = threading.Condition()  # guards the store, the attempt, the buffers and the calls that run
         self._store: Any = None
         self._lost = False
         self._running = 0

@@ -11,7 +11,7 @@ class RunningCalls:
     """Calls that run, and whether more may begin; for calls from several threads."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards the two below; notified when a call ends
+        self._changed = threading.Condition()  # guards the count, and whether it has ended
         self._count = 0
         self._ended = False
 
