@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hicache_kernels.staging import Direction
+from hicache_pools.group import HostPoolGroup
 from hicache_pools.pool_transfer import PoolHitPolicy, PoolName, PoolTransfer
 
 from .in_flight import Access, PageUse
