@@ -69,7 +69,7 @@ class TextTalk:
         self.document = document.read_text()
 
     def ask(self, said: torch.Tensor, turn: int) -> torch.Tensor:
-        """Return what was said and the turn's question, at first behind the document."""
+        """Return what was said and the turn's question, at first after the document."""
         question = f"\n\nUser: {QUESTIONS[turn % len(QUESTIONS)]}\nAssistant:"
         text = question if said.numel() else self.document + question
         ids: torch.Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=not said.numel()).input_ids
@@ -98,7 +98,7 @@ def answer(model: Any, prompt: torch.Tensor, new_tokens: int, cache: HiCache | N
     if cache is None:
         return model.generate(prompt, **options), time.perf_counter() - begin, Hit(0)
     # This is all there is to it. Entering matches the prompt and starts the load; generate() computes what is missing;
-    # leaving keeps the new pages, and writes them to the host and to storage while the next turn goes on.
+    # leaving keeps the new pages, and writes them to the host and to storage while the next turn runs.
     with cache.session(prompt) as past:
         tokens = model.generate(prompt, past_key_values=past, **options)
     return tokens, time.perf_counter() - begin, Hit(0) if past is None else past.hits[0]

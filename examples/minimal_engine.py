@@ -38,7 +38,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     computed: int = 0  # leading tokens whose keys and values are in the pool
     match: Match = field(init=False)  # while it runs: its prefix in the tree, pinned
-    pages: Pages = field(init=False)  # while it runs: its own device pages, behind the prefix
+    pages: Pages = field(init=False)  # while it runs: its own device pages, after the prefix
     prefetching: Prefetching | None = None  # while it waits: what storage may still add to its prefix
     loads: tuple[int, ...] = ()  # while it runs: the loads that fill its prefix, for the layers to wait for
     found: tuple[int, int] = (0, 0)  # pages the tree had on the device, and there or on the host
@@ -47,7 +47,7 @@ class Request:
 class Controller(HiCacheController):
     """Notes when the acks of writes come, to show it. No engine needs this: the tree reads the acks in ``poll``.
 
-    A write has two. ``device_released``: its rows on the device have been read; behind it the tree gives their pages
+    A write has two. ``device_released``: its rows on the device have been read; after it the tree gives their pages
     out again. ``host_ready``: its bytes have arrived; only then are they loaded, or stored.
     """
 
@@ -87,7 +87,7 @@ class Engine:
         device_pool = MHATokenToKVPool.from_buffers(k=self.k, v=self.v, page_size=PAGE_SIZE)
         # Pools (and the kernels below them): host memory of the same geometry, and the transfers between the two.
         self.host_pool = MHATokenToKVPoolHost(device_pool, 0, 0, PAGE_SIZE, pages=HOST_PAGES)
-        # One allocator hands out device pages: to loads through the entry, to the engine through the tree.
+        # One allocator has the device pages: for loads through the entry, for the engine through the tree.
         allocator = ExtentAllocator(DEVICE_PAGES, PAGE_SIZE)
         entry = PoolEntry(PoolName.KV, self.host_pool, device_pool, lambda layer: layer, True)
         entry.device_alloc_fn, entry.device_free_fn = allocator.alloc, allocator.free
@@ -109,13 +109,13 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run the model once for everything that is ready; returns the requests that are finished."""
-        self.cache.poll()  # takes in finished transfers, without waiting for any
+        self.cache.poll()  # handles finished transfers, without waiting for any
         self.controller.watch()
         self.restore()
         for request in list(self.running):
             while request in self.running and not self.grow(request):
                 self.retract(self.running[-1])
-        if not self.retracted:  # whoever had to leave comes back before anyone new
+        if not self.retracted:  # retracted requests come back before new ones start
             self.admit()
         if not self.running:  # what waiting requests have pinned may be what is in the way
             for request in self.waiting:
@@ -134,13 +134,13 @@ class Engine:
         while self.waiting and len(self.running) < MAX_RUNNING:
             request = self.waiting[0]
             if request.prefetching is None:
-                # The longest cached prefix, pinned: nothing it promises leaves before it is released. The last token
+                # The longest cached prefix, pinned: its pages stay until it is released. The last token
                 # is never part of it, as without computing one there is nothing to sample from.
                 match = self.cache.match_prefix(self.keys(request.tokens[:-1]))
                 request.found = match.device_pages, match.pages
                 request.prefetching = self.cache.start_prefetch(match)
             if self.running and not self.cache.prefetch_ready(request.prefetching):
-                return  # storage still reads; meanwhile the others go on
+                return  # storage still reads; meanwhile the others continue
             match = self.cache.finish_prefetch(request.prefetching)
             request.prefetching, fetched = None, match.pages
             # From the host to the device, without waiting: attention waits for each layer when it gets there.
@@ -185,12 +185,12 @@ class Engine:
             self.running.append(request)
 
     def compute(self) -> None:
-        """Run the model on all tokens that are not in the pool yet: whole prompts beside single tokens."""
+        """Run the model on all tokens that are not in the pool yet: whole prompts together with single tokens."""
         sampled = self.forward(self.running)
         for request, token in zip(self.running, sampled, strict=True):
             self.counts["computed"] += len(request.tokens) - request.computed
             request.computed = len(request.tokens)
-            # Publish the whole pages of the prompt. Write-through: the write to the host starts here, behind the work
+            # Publish the whole pages of the prompt. Write-through: the write to the host starts here, after the work
             # on the current stream. Where another request was first, the tree's pages replace ours.
             count = len(request.match.rest())
             if count:
@@ -209,7 +209,7 @@ class Engine:
         self.controller.layer_done_counter.set_consumer([load for each in batch for load in each.loads])
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            # On a GPU the stream waits, not this thread, and later layers go on travelling while this one computes.
+            # On a GPU the stream waits, not this thread, and later layers are copied while this one computes.
             # Raises if a load failed; a server would settle the matches then, and give shorter ones another pass.
             self.controller.layer_done_counter.wait_until(layer)
             self.k[layer][new_rows], self.v[layer][new_rows] = k, v

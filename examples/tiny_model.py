@@ -17,7 +17,7 @@ Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 
 class Model:
-    """The layers but for attention, which the caller brings along as it knows where keys and values lie."""
+    """The layers without attention, which the caller passes in because it knows where keys and values are."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ def _tables(text: str) -> str:
             rules += 1
             if rules == 1:
                 begin, rows = len(out), []
-            # A table without a head has two rules, one with a head three; what follows tells.
+            # A table without a head has two rules, one with a head three; what follows decides.
             elif rules == 2 and len(rows) == 1:
                 continue
             else:

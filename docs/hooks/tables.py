@@ -62,7 +62,7 @@ def kernels_targets(file: Path) -> str:
 
 
 def kernels_quota(file: Path) -> str:
-    """Bandwidth by CTAs, and what compute beside it pays."""
+    """Bandwidth by CTAs, and what it costs compute meanwhile."""
     module, report = _kernels(file)
     return str(module.quota_table(report))
 

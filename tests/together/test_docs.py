@@ -142,20 +142,33 @@ def test_some_commands_are_shown() -> None:
 # Metrics
 
 
+LABELS = {"direction", "operation", "path", "pool", "reason"}
+
+
 def counted_names() -> set[str]:
     """Names that the sources count, observe or gauge."""
     names = set()
     for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("count", "observe", "gauge")
-                and "metrics" in ast.unparse(node.func.value)
-                and isinstance(node.args[0], ast.Constant)
+            if isinstance(node, ast.Call) and is_metrics_call(node, "count", "observe", "gauge"):
+                if isinstance(node.args[0], ast.Constant):
+                    names.add(str(node.args[0].value))
+            elif isinstance(node, ast.FunctionDef) and any(
+                isinstance(each, ast.Call) and is_metrics_call(each, "add") for each in ast.walk(node)
             ):
-                names.add(str(node.args[0].value))
+                # Several at once, by name and labels.
+                firsts = [each.elts[0] for each in ast.walk(node) if isinstance(each, ast.Tuple) and each.elts]
+                names |= {str(each.value) for each in firsts if isinstance(each, ast.Constant)} - LABELS
     return names
+
+
+def is_metrics_call(node: ast.Call, *methods: str) -> bool:
+    return (
+        isinstance(node.func, ast.Attribute)
+        and node.func.attr in methods
+        and "metrics" in ast.unparse(node.func.value)
+        and bool(node.args)
+    )
 
 
 def test_operations_page_has_every_metric_and_no_other() -> None:
