@@ -27,9 +27,7 @@ TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
 DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
 # The oldest CUDA 13: its portable code runs with every driver that the wheel's other code runs with.
 MODULE_TOOLS = (
-    "nvidia-cuda-nvcc==13.0.*",
-    "nvidia-cuda-runtime==13.0.*",
-    "nvidia-cuda-cccl==13.0.*",
+    *(f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")),
     "ziglang==0.17.*",
 )
 MODULES_VARIABLE = "HICACHE_KERNELS_WHEEL_MODULES"
