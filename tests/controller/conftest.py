@@ -1,4 +1,4 @@
-"""What several modules here need: a stack of pools, allocator and controller behind gates, and a Mooncake master."""
+"""What several modules here need: a stack of pools, allocator and controller with gates, and a Mooncake master."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class Stack:
 
 @pytest.fixture
 def make_stack() -> Iterator[Callable[..., Stack]]:
-    """Make stacks; at the end every gate is opened, every controller shut down, and the books are checked."""
+    """Make stacks; at the end every gate is opened, every controller shut down, and its integrity is checked."""
     made: list[Stack] = []
 
     def make(**options: Any) -> Stack:

@@ -1,4 +1,4 @@
-"""Writes, loads and their acks; arguments, books and metrics of the controller."""
+"""Writes, loads and their acks; arguments and metrics of the controller."""
 
 import pytest
 import torch
@@ -217,7 +217,7 @@ def test_index_tensors_are_the_callers_again_at_once(make_stack):
     assert stack.same(stack.loaded(fetched), rows)
 
 
-def test_a_pool_without_bytes_keeps_books(make_stack):
+def test_a_pool_without_bytes_is_accounted_for(make_stack):
     stack = make_stack()
     entry = PoolEntry(
         "kv",

@@ -1,4 +1,4 @@
-"""Transfers that fail: their acks, what stands behind them, and what is logged."""
+"""Transfers that fail: their acks, what follows them, and what is logged."""
 
 import itertools
 import logging
@@ -119,7 +119,7 @@ def test_what_cannot_be_queued_takes_no_slots(make_stack, monkeypatch, direction
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
-def test_a_load_behind_a_write_that_fails_fails_too(make_stack, known):
+def test_a_load_after_a_write_that_fails_fails_too(make_stack, known):
     stack = make_stack()
     device = stack.alloc(2)
     gate = stack.host_pool.write_gate
@@ -146,7 +146,7 @@ def test_a_load_behind_a_write_that_fails_fails_too(make_stack, known):
     assert stack.used() == (2, 0)
 
 
-def test_a_load_behind_a_write_that_is_cancelled_fails(make_stack):
+def test_a_load_after_a_write_that_is_cancelled_fails(make_stack):
     stack = make_stack()
     gate = stack.host_pool.write_gate
     gate.close()
@@ -165,7 +165,7 @@ def test_a_load_behind_a_write_that_is_cancelled_fails(make_stack):
 
 @pytest.mark.parametrize("known", [False, True], ids=["while_it_waits", "when_it_is_queued"])
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_a_backup_behind_a_write_that_fails_stores_nothing(make_stack, synchronous, known):
+def test_a_backup_after_a_write_that_fails_stores_nothing(make_stack, synchronous, known):
     stack = make_stack(storage=True, synchronous=synchronous)
     stack.host_pool.write_gate.failures = 1
     host, keys = stack.controller.write(stack.alloc(2), node_id=1), stack.keys(2)
@@ -181,7 +181,7 @@ def test_a_backup_behind_a_write_that_fails_stores_nothing(make_stack, synchrono
     assert stack.controller.storage_exists(keys) == 0
 
 
-def test_a_write_behind_a_load_that_fails_fails_too(make_stack):
+def test_a_write_after_a_load_that_fails_fails_too(make_stack):
     stack = make_stack()
     host, _ = stack.written(2)
     gate = stack.host_pool.load_gates[1]
@@ -251,9 +251,9 @@ def test_the_first_failure_of_each_direction_and_kind_is_a_warning(make_stack, m
         patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
         write()
         write()
-    told = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
+    logged = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
     injected = [f"a {direction} failed with InjectedError('injected')" for direction in ("write-back", "load")]
-    assert told == [
+    assert logged == [
         *(("WARNING", message) for message in injected),
         *(("DEBUG", message) for message in injected * 2),
         ("WARNING", "a write-back failed with MemoryError('no room for a pointer table')"),

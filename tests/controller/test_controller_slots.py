@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hicache_controller import slots
+from hicache_controller import indices
 from hicache_controller.events import HostSignal
 
 
@@ -44,14 +44,14 @@ def test_an_error_while_the_uses_of_waiting_writes_are_found_is_over_with_the_ne
     devices = [stack.alloc(2) for _ in range(3)]
     rows = [stack.compute(device) for device in devices]
     hosts = [stack.controller.write(device, node_id=node) for node, device in enumerate(devices)]
-    real, failing = slots.pages_of, iter([False, True])
+    real, failing = indices.pages_of, iter([False, False, True])
 
-    def fail_once(indices, page_size):
+    def fail_once(given, page_size):
         if next(failing, False):
             raise MemoryError
-        return real(indices, page_size)
+        return real(given, page_size)
 
-    monkeypatch.setattr(slots, "pages_of", fail_once)
+    monkeypatch.setattr(indices, "pages_of", fail_once)
     with pytest.raises(MemoryError):
         stack.controller.check_integrity()
     stack.controller.check_integrity()

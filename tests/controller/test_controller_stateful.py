@@ -245,7 +245,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.controller.attach_storage_backend(self.stack.storage)
 
     @invariant()
-    def books_are_right(self):
+    def integrity_holds(self):
         self.stack.check_integrity()
 
     def teardown(self):

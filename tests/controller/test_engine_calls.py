@@ -108,7 +108,7 @@ def test_an_interrupt_at_any_line_leaves_the_seam_as_it_was(interrupted_at):
     assert nth > 10
 
 
-def test_the_first_call_binds_the_thread_and_another_is_told_how_to_take_over(in_thread):
+def test_the_first_call_binds_the_thread_and_another_learns_how_to_take_over(in_thread):
     cache = Cache()
     in_thread(lambda: cache.poll([])).join()
 
@@ -130,7 +130,7 @@ def test_the_first_call_binds_the_thread_and_another_is_told_how_to_take_over(in
     assert cache.poll([]) == "result"
 
 
-def test_a_thread_in_a_call_is_not_taken_the_cache_from(in_thread):
+def test_no_thread_takes_over_from_one_that_is_in_a_call(in_thread):
     calls, began, end = EngineCalls("cache"), threading.Event(), threading.Event()
 
     def call():

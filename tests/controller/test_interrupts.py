@@ -1,4 +1,4 @@
-"""Ctrl-C between any two steps of a submission: it comes once the books are right."""
+"""Ctrl-C between any two steps of a submission: it comes once all steps are done."""
 
 import os
 import signal
@@ -17,17 +17,17 @@ from hicache_controller.transfer_handle import L2Transfer
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_within_the_block_is_handled_when_it_is_left(number):
-    told, before = [], signal.getsignal(number)
-    signal.signal(number, lambda *_: told.append("handled"))
+    seen, before = [], signal.getsignal(number)
+    signal.signal(number, lambda *_: seen.append("handled"))
     try:
         with interrupts_held_back():
             os.kill(os.getpid(), number)
             time.sleep(0.01)
-            told.append("left")
-        assert told == ["left", "handled"]
+            seen.append("left")
+        assert seen == ["left", "handled"]
         os.kill(os.getpid(), number)
         time.sleep(0.01)
-        assert told == ["left", "handled", "handled"]
+        assert seen == ["left", "handled", "handled"]
     finally:
         signal.signal(number, before)
 
@@ -49,8 +49,8 @@ def test_the_error_of_a_handler_comes_out_of_the_block_and_blocks_may_be_nested(
 
 
 def test_every_signal_within_the_block_is_handled_though_the_first_handler_raises():
-    told, before = [], signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("SIGTERM"))
 
     def block():
         with interrupts_held_back():
@@ -61,7 +61,7 @@ def test_every_signal_within_the_block_is_handled_though_the_first_handler_raise
     try:
         with pytest.raises(KeyboardInterrupt):
             block()
-        assert told == ["SIGTERM"]
+        assert seen == ["SIGTERM"]
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -69,20 +69,20 @@ def test_every_signal_within_the_block_is_handled_though_the_first_handler_raise
 @pytest.mark.parametrize("waits", [False, True], ids=["in_the_block", "in_a_wait_within_it"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_handler_that_is_installed_within_the_block_stays(number, waits):
-    told, before = [], signal.getsignal(number)
+    seen, before = [], signal.getsignal(number)
 
     def install():
         with interrupts_held_back():
-            outer = signal.signal(number, lambda *_: told.append("new"))
+            outer = signal.signal(number, lambda *_: seen.append("new"))
             assert callable(outer)
 
     try:
-        signal.signal(number, lambda *_: told.append("old"))
+        signal.signal(number, lambda *_: seen.append("old"))
         with interrupts_held_back():
             interruptibly(install) if waits else install()
         os.kill(os.getpid(), number)
         time.sleep(0.01)
-        assert told == ["new"]
+        assert seen == ["new"]
         signal.signal(number, signal.SIG_IGN)
         with interrupts_held_back():
             signal.signal(number, signal.SIG_DFL)
@@ -111,12 +111,12 @@ def test_a_wait_within_the_block_lets_interrupts_in_those_from_before_it_first()
         with interrupts_held_back():
             interruptibly(lambda: interrupt("the end of the wait"))
 
-    def behind_the_wait():
+    def after_the_wait():
         with interrupts_held_back():
             assert interruptibly(lambda: "what it waits for") == "what it waits for"
             interrupt("the end of the block")
 
-    for block in (before_the_wait, in_the_wait, behind_the_wait):
+    for block in (before_the_wait, in_the_wait, after_the_wait):
         with pytest.raises(KeyboardInterrupt):
             block()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

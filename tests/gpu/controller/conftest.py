@@ -10,7 +10,7 @@ import torch
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage_settings import StorageSettings
-from hicache_controller.transfer_handle import Direction
+from hicache_kernels.staging import Direction
 from hicache_pools.device_pools import MHATokenToKVPool
 from hicache_pools.extents import ExtentAllocator
 from hicache_pools.group import HostPoolGroup, PoolEntry
@@ -71,11 +71,11 @@ class GpuStack:
 
     @property
     def device_to_host_stream(self) -> torch.cuda.Stream:
-        return self.controller.engine._lanes[Direction.DEVICE_TO_HOST].device.stream
+        return self.controller.engine._lanes[Direction.WRITE_BACK].device.stream
 
     @property
     def host_to_device_stream(self) -> torch.cuda.Stream:
-        return self.controller.engine._lanes[Direction.HOST_TO_DEVICE].device.stream
+        return self.controller.engine._lanes[Direction.LOAD].device.stream
 
     def spin(self, stream: torch.cuda.Stream | None = None) -> None:
         """Keep a stream (default: the current one) busy."""

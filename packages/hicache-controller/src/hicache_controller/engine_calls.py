@@ -83,7 +83,8 @@ class EngineCalls:
 
     def __enter__(self) -> None:
         """Begin a public call."""
-        self.check_thread()
+        if self._thread != threading.get_ident():
+            self.check_thread()
         if not self._depth:
             held = HeldInterrupts()
             held.__enter__()

@@ -16,14 +16,15 @@ _SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 Result = TypeVar("Result")
 _Arrived = list[Callable[[], object]]
 _held: HeldInterrupts | None = None  # the block that the main thread is in
+_main = threading.main_thread().ident
 
 
-def _let_go() -> None:
-    global _held
-    _held = None
+def _start_anew() -> None:
+    global _held, _main
+    _held, _main = None, threading.main_thread().ident
 
 
-os.register_at_fork(after_in_child=_let_go)  # another thread's child has no main thread to leave the block
+os.register_at_fork(after_in_child=_start_anew)  # the thread that forks is the child's main thread, and in no block
 
 
 class HeldInterrupts:
@@ -44,7 +45,7 @@ class HeldInterrupts:
     def __enter__(self) -> None:
         """Take the place of the handlers."""
         global _held
-        if _held is not None or threading.get_ident() != threading.main_thread().ident:
+        if _held is not None or threading.get_ident() != _main:
             return
         handlers = self.handlers
 
@@ -76,7 +77,8 @@ class HeldInterrupts:
         for number, handler in self.handlers.items():
             if _signal.getsignal(number) is self._note:
                 _signal.signal(number, handler)
-        _handle(self.arrived)
+        if self.arrived:
+            _handle(self.arrived)
 
 
 def interrupts_held_back() -> HeldInterrupts:
@@ -88,7 +90,7 @@ def interruptibly(wait: Callable[[], Result]) -> Result:
     """Wait with interrupts let in, within whatever block this is called: it must cope with an error from here."""
     global _held
     held = _held
-    if held is None or threading.get_ident() != threading.main_thread().ident:
+    if held is None or threading.get_ident() != _main:
         return wait()
     try:
         _held = None
@@ -100,8 +102,6 @@ def interruptibly(wait: Callable[[], Result]) -> Result:
 
 def _handle(arrived: _Arrived) -> None:
     """Call the handlers of what has arrived, each of them even if one before it raises."""
-    if not arrived:
-        return
     with ExitStack() as calls:
         while arrived:
             calls.callback(arrived.pop())
