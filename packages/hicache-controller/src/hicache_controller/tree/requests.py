@@ -46,8 +46,12 @@ class Requests:
         owner = self._tree.usage(namespace)
         request = Match(blob, 0, 0, self._tree.root, self._tree.root, Pin(), Pin(), owner, priority, tokens)
         match = self._tree.pin_match(request, node, matched)
-        with self._tree.handing_out(match):
-            self._evictor.use(match.node, priority)
+        try:
+            self._evictor.use(node, priority)
+            self._tree.raise_pending()
+        except BaseException:
+            self._tree.unpin_match(match)
+            raise
         return match
 
     def known_pages(self, keys: Sequence[bytes]) -> int:
