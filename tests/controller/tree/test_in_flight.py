@@ -488,6 +488,26 @@ def test_an_interrupted_load_keeps_the_next_request_waiting_for_its_bytes(
     model.empty()
 
 
+def test_eviction_ends_where_writes_fail_while_it_makes_room_for_windows(
+    make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(windows=(8, 1), write_policy=WritePolicy.WRITE_BACK)
+    model.serve((1, 2, 3))
+    gate = model.gate("write")
+    gate.failing = True
+    write, writes = model.controller.write, []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        writes.append(arguments)
+        assert len(writes) < 50, "the same nodes are written again and again"
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(model.controller, "write", counted)
+    assert model.cache.evict_device(3) == 3
+    gate.failing = False
+    model.empty()
+
+
 def test_eviction_ends_where_nothing_can_be_saved(make_model: MakeModel, keys_of: KeysOf) -> None:
     model = make_model(device_pages=8, host_pages=4, write_policy=WritePolicy.WRITE_BACK)
     gate = model.gate("write")

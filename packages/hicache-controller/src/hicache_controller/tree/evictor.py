@@ -118,7 +118,8 @@ class Evictor:
             if saving:
                 self._transfers.release_device(windows=False)
             for node in saving:
-                if node.host is not None and not (node.device_children or node.device_lock):
+                # One whose write has failed by now is dropped as it is, or it would be tried again without end.
+                if not (node.device_children or node.device_lock):
                     freed += self._drop_device(node)
         finally:
             for node in saving:

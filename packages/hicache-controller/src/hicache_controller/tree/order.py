@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .components import WindowPool
+from .keys import KEY_BYTES
 from .node import TreeNode, WindowPart
 from .policies import AnyStrategy, eviction_strategy, is_placed
 from .queue import EvictionQueue, TierQueues
@@ -48,7 +49,7 @@ class EvictionOrder:
         hits = node.hits = node.hits + 1
         if priority > node.priority:
             node.priority = priority
-        pages, clock = node.pages, self.evicted_value
+        pages, clock = len(node.keys) // KEY_BYTES, self.evicted_value
         if self._placed:
             value = self._value(hits=hits, pages=pages, tick=tick, clock=clock, created=node.created, depth=node.depth)
         else:

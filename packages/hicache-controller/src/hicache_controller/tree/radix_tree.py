@@ -20,7 +20,7 @@ from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
 from .order import EvictionOrder, namespace_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
 from .queue import NamespaceUsage
-from .results import Match
+from .results import Match, Request
 
 
 class RadixTree:
@@ -389,8 +389,8 @@ class RadixTree:
 
     # Matches
 
-    def pin_match(self, request: Match, node: TreeNode, pages: int) -> Match:
-        """Pin the restorable prefix of ``pages`` pages that ends with ``node``, for the request of another match."""
+    def pin_match(self, request: Match | Request, node: TreeNode, pages: int) -> Match:
+        """Pin the restorable prefix of ``pages`` pages that ends with ``node``, for a request or that of a match."""
         device_pages, above = pages, node
         while above.device is None and above.parent is not None:
             device_pages -= above.pages

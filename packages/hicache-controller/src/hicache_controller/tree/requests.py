@@ -13,10 +13,10 @@ from .events import Change, Tier
 from .evictor import Evictor
 from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
 from .loads import Loads
-from .node import NO_PAGES, Pages, Pin, TreeNode, unpack
+from .node import NO_PAGES, Pages, TreeNode, unpack
 from .pools import Pools
 from .radix_tree import RadixTree
-from .results import InsertResult, Match
+from .results import InsertResult, Match, Request
 
 
 class Requests:
@@ -43,11 +43,14 @@ class Requests:
         node, matched = self._tree.walk(self._tree.root, blob, 0)
         if self._tree.windows:
             node, matched = self._tree.last_restorable(node, matched)
-        owner = self._tree.usage(namespace)
-        request = Match(blob, 0, 0, self._tree.root, self._tree.root, Pin(), Pin(), owner, priority, tokens)
+        request = Request(blob, self._tree.usage(namespace), priority, tokens)
         match = self._tree.pin_match(request, node, matched)
-        with self._tree.handing_out(match):
-            self._evictor.use(match.node, priority)
+        try:
+            self._evictor.use(node, priority)
+            self._tree.raise_pending()
+        except BaseException:
+            self._tree.unpin_match(match)
+            raise
         return match
 
     def known_pages(self, keys: Sequence[bytes]) -> int:

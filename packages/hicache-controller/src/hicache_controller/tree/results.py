@@ -71,6 +71,15 @@ class Match:
         return key_list(self.keys[self.pages * KEY_BYTES :])
 
 
+class Request(NamedTuple):
+    """What a match says of its request, before there is one."""
+
+    keys: bytes
+    owner: NamespaceUsage
+    priority: int
+    tokens: Tokens | None
+
+
 class InsertResult(NamedTuple):
     """Result of an insert: the match that covers the whole request, and how many of its pages the tree had already."""
 
