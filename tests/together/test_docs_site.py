@@ -23,6 +23,7 @@ MODULES = (
     "hicache_controller",
     "hicache_controller.tree",
     "hicache_controller.storage",
+    "hicache_controller.storage.contract",
 )
 
 
