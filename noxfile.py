@@ -93,7 +93,8 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["static"])
 def typecheck(session: nox.Session) -> None:
     """Mypy in strict mode on all three packages."""
-    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus,transformers]", with_=("mypy>=1.14",))
+    tools = ("mypy>=1.14", *TEST_TOOLS)  # the storage contract is typed as pytest has it
+    install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus,transformers]", with_=tools)
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
 
