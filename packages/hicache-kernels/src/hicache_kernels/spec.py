@@ -77,7 +77,7 @@ class ModuleSpec:
         )
 
     def source_key(self) -> str:
-        """Digest (32 hex digits) of the sources; equal wherever the package is installed and whoever compiles them.
+        """Digest (32 hex digits) of the sources; equal wherever the package is installed, with any compiler.
 
         Raises
         ------
