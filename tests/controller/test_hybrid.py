@@ -80,7 +80,7 @@ class HybridStack:
         )
         options.setdefault("sidecars", [SidecarPoolSpec("side", "kv")])
         self.controller = HybridCacheController(
-            self.group, storage=StorageSettings(retry_seconds=0, batch_pages=2), **options
+            self.group, storage=StorageSettings(retry_seconds=0, batch_pages=2, max_wait_seconds=30), **options
         )
 
     def tensors(self):

@@ -79,7 +79,7 @@ def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Pages | None:
     firsts = slots[::size]
     if len(slots) % size or (firsts % size).any():
         return None
-    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
     if (breaks % size).any():
         return None
     blocks: Pages = firsts // size

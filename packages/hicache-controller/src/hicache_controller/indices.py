@@ -72,11 +72,13 @@ def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> 
     check_form(name, indices, page_size)
     if indices.device.type != "cpu":
         return
-    check_range(name, indices, device_slot_count(entry))
-    slots = indices.numpy()
+    slots, known = indices.numpy(), device_slot_count(entry)
     blocks = aligned_blocks(slots, page_size)
     numbers, size = (slots, 1) if blocks is None else (blocks, page_size)
-    if not (numbers[1:] > numbers[:-1]).all():
+    ascending = (numbers[1:] > numbers[:-1]).all()
+    if not ascending or slots[0] < 0 or (known is not None and slots[-1] >= known):
+        check_range(name, indices, known)
+    if not ascending:
         ordered = np.sort(numbers)
         twice = ordered[1:] == ordered[:-1]
         if twice.any():

@@ -162,5 +162,5 @@ def check_indices(
         pages = host_indices.numel() // page_size
         return CheckedIndices(None, pages, pages)
     host_pages = _host_pages(host_indices, page_size)
-    runs = int(np.count_nonzero(np.diff(host_pages) != 1)) + 1 if len(host_pages) else 0
+    runs = int(np.count_nonzero(host_pages[1:] - host_pages[:-1] != 1)) + 1 if len(host_pages) else 0
     return CheckedIndices(torch.from_numpy(host_pages), len(host_pages), runs)

@@ -288,7 +288,7 @@ class ExtentAllocator:
         whole = len(slots) - len(slots) % size
         first = slots[:whole:size]
         # Where slots do not follow each other a page begins: one comparison a slot.
-        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
         if whole == len(slots) and not ((first % size).any() or (breaks % size).any()):
             return first // size
         table = slots[:whole].reshape(-1, size)
@@ -309,7 +309,7 @@ class ExtentAllocator:
         if not len(pages):
             return 0
         ordered = self._ordered(pages, unit)
-        cuts = np.flatnonzero(np.diff(ordered) != 1)
+        cuts = (ordered[1:] - ordered[:-1] != 1).nonzero()[0]
         starts = [int(ordered[0]), *ordered[cuts + 1].tolist()]
         ends = [*ordered[cuts].tolist(), int(ordered[-1])]
         with self._lock:
@@ -327,7 +327,7 @@ class ExtentAllocator:
         if ordered[0] < 0 or ordered[-1] >= self._page_num:
             wrong = pages[(pages < 0) | (pages >= self._page_num)][0]
             raise ValueError(f"index {wrong * unit} is foreign: it is not in 0..{self._page_num * unit - 1}")
-        steps = np.diff(ordered)
+        steps = ordered[1:] - ordered[:-1]
         if not steps.all():
             raise ValueError(f"index {ordered[np.argmin(steps)] * unit} is given more than once in one call")
         return ordered
