@@ -279,6 +279,7 @@ class Model:
             for name in self.windows:
                 cache.evict_window_device(name, 10**6)
                 cache.evict_window_host(name, 10**6)
+        cache.drain()  # host pages that a backup read when they were evicted are freed after it
         cache.check_integrity()
         assert cache.stats() == (0, 0, 0)
         for name, (device_pages, host_pages) in self.sizes.items():
