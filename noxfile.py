@@ -287,7 +287,7 @@ def build_platform_wheel(session: nox.Session, source: Path, out: Path) -> Path:
     )
     (directory,) = modules.iterdir()
     session.run("uv", "build", "--quiet", "--wheel", "--package", "hicache-kernels", "--out-dir", str(out), str(source),
-                env={MODULES_VARIABLE: str(directory)}, external=True)  # fmt: skip
+                env={MODULES_VARIABLE: str(directory.resolve())}, external=True)  # fmt: skip
     return max(out.glob(f"hicache_kernels-*-{directory.name}.whl"), key=lambda path: path.stat().st_mtime)
 
 
