@@ -21,7 +21,7 @@ import hicache_kernels
 import hicache_pools
 from hicache_controller import (
     Fingerprint,
-    HybridCacheController,
+    HiCacheController,
     L2Transfer,
     L2TransferEngine,
     LayerDoneCounter,
@@ -71,13 +71,13 @@ def host_pool(**options: Any) -> MHATokenToKVPoolHost:
     return MHATokenToKVPoolHost(device_pool(), **{"host_to_device_ratio": 1.0, "host_size": 0} | options)
 
 
-def controller(**options: Any) -> HybridCacheController:
+def controller(**options: Any) -> HiCacheController:
     pool = host_pool()
     slots = ExtentAllocator(4, 2)
     entry = PoolEntry(
         "kv", pool, pool.device_pool, lambda layer: layer, True, device_alloc_fn=slots.alloc, device_free_fn=slots.free
     )
-    return HybridCacheController(HostPoolGroup([entry]), synchronous=True, **options)
+    return HiCacheController(HostPoolGroup([entry]), synchronous=True, **options)
 
 
 def tree(**options: Any) -> UnifiedRadixCache:
@@ -249,6 +249,7 @@ LOOKED_AT_ELSEWHERE = {
     "DSAIndexerPoolHost": "a HostPool",
     "DeepSeekV4PagedHostPool": "a HostPool",
     "DeepSeekV4StateHostPool": "a HostPool",
+    "HybridCacheController": "HiCacheController by its older name",
     "MHATokenToKVPoolHost": "a HostPool",
     "MLATokenToKVPoolHost": "a HostPool",
     "MambaPoolHost": "a HostPool",
