@@ -276,7 +276,7 @@ def test_hybrid_replay_of_the_conversation_trace_loses_no_hit_and_is_warm_out_of
         ({"checkpoint_blocks": 0}, "checkpoint_blocks is 0; accepted is 1 to"),
         ({"window_tokens": -1}, "window_tokens is -1; accepted is 1 to"),
         ({"mooncake_segment_bytes": -1}, "mooncake_segment_bytes is -1; accepted is 0"),
-        ({"storage": "tape"}, "storage is 'tape'; one of file, memory, mooncake"),
+        ({"storage": "tape"}, "storage backend is 'tape'; accepted are file, memory, mooncake"),
     ],
 )
 def test_models_and_sizes_that_cannot_be_are_refused(

@@ -159,7 +159,7 @@ def test_a_session_interrupted_while_it_fetches_leaves_nothing_behind(
         fam.keep(cache, prompt, 9 * fam.PAGE)
     with fam.open_cache(model, storage=tmp_path) as cache:
         calls: list[str] = []
-        owner, name = (cache.tiers.tree, "_storage_exists") if where == "lookup" else (PrefetchOperation, "wait")
+        owner, name = (cache.tiers.controller, "storage_exists") if where == "lookup" else (PrefetchOperation, "wait")
         real = getattr(owner, name)
 
         def interrupt(*args: Any, **options: Any) -> Any:
