@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.frames import recorded_chains
 from tests.house.measure import PACKAGES, ROOT, modules
 
 from hicache_controller import HiCacheController
 from hicache_controller.devices import CpuDevice
-from hicache_kernels import StagingRing, paths
+from hicache_kernels import StagingRing
 from hicache_pools import ExtentAllocator, HostPoolGroup, MHATokenToKVPool, MHATokenToKVPoolHost, PoolEntry
 
 MAX_FRAMES, MAX_FILES = 12, 8
 
 
-class Recorder:
-    """A compiled module whose functions note file and name of each of our frames above them, the innermost first."""
-
-    def __init__(self, module, chains):
-        self._module = module
-        self._chains = chains
-
-    def __getitem__(self, name):
-        function = self._module[name]
-
-        def call(*arguments):
-            frame, frames = sys._getframe(1), []
-            while frame is not None:
-                path = Path(frame.f_code.co_filename)
-                if not set(PACKAGES).isdisjoint(path.parts):
-                    frames.append((path, frame.f_code.co_qualname))
-                frame = frame.f_back
-            self._chains.append((name, frames))
-            return function(*arguments)
-
-        return call
-
-
 @pytest.fixture
 def chains(monkeypatch):
     """Chains of frames of every compiled call, by its name."""
-    found = []
-    load = paths.load_module
-
-    def recorded(name, device_type):
-        module = load(name, device_type)
-        assert module is not None
-        return Recorder(module, found)
-
-    monkeypatch.setattr(paths, "load_module", recorded)
-    return found
+    return recorded_chains(monkeypatch)
 
 
 def walked(chains, monkeypatch, policy, whole_pools):

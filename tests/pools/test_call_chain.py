@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from tests.frames import recorded_chains
 
-from hicache_kernels import StagingRing, paths
+from hicache_kernels import StagingRing
 from hicache_pools import MHATokenToKVPool, MHATokenToKVPoolHost, MLATokenToKVPool, MLATokenToKVPoolHost
 
 MAX_POOLS_FRAMES, MAX_KERNELS_FRAMES, MAX_FILES = 2, 3, 4
 
 
-class Recorder:
-    """A compiled module whose functions note the frames of ours that they are called from."""
-
-    def __init__(self, module, chains):
-        self._module = module
-        self._chains = chains
-
-    def __getitem__(self, name):
-        function = self._module[name]
-
-        def call(*arguments):
-            frame, files = sys._getframe(1), []
-            while frame is not None:
-                path = Path(frame.f_code.co_filename)
-                if "hicache_kernels" in path.parts or "hicache_pools" in path.parts:
-                    files.append(path)
-                frame = frame.f_back
-            self._chains.append((name, files))
-            return function(*arguments)
-
-        return call
-
-
 @pytest.fixture
 def chains(monkeypatch):
     """Chains of frames of every compiled call, by its name."""
-    found = []
-    load = paths.load_module
-
-    def recorded(name, device_type):
-        module = load(name, device_type)
-        assert module is not None
-        return Recorder(module, found)
-
-    monkeypatch.setattr(paths, "load_module", recorded)
-    return found
+    return recorded_chains(monkeypatch)
 
 
 def mha():
@@ -74,7 +41,8 @@ def test_a_transfer_is_five_calls_from_the_compiled_one(bench, chains, make, pol
     pool.load_to_device_all_layer(device_pool, host, device, layer_events=True)
     pool.load_to_device_per_layer(device_pool, host, device, 1)
     assert moving <= {name for name, _ in chains} <= {*moving, "scan_indices"}
-    for name, files in chains:
+    for name, above in chains:
+        files = [path for path, _ in above]
         frames = Counter("pools" if "hicache_pools" in path.parts else "kernels" for path in files)
         assert 1 <= frames["pools"] <= MAX_POOLS_FRAMES, (name, files)
         assert frames["kernels"] <= MAX_KERNELS_FRAMES, (name, files)

@@ -98,6 +98,16 @@ class DeviceConstants:
     has_sms: bool = True
 
 
+_H200_WIDTHS = (
+    (512, 0.53),
+    (1152, 0.54),
+    (2048, 0.61),
+    (4096, 0.62),
+    (8192, 0.88),
+    (16384, 0.945),
+    (32768, 0.98),
+    (65536, 0.99),
+)
 H200 = DeviceConstants(
     source="defaults measured on one H200, PCIe 5 x16, 2026-11-29",
     write_back=DirectionConstants(
@@ -106,16 +116,7 @@ H200 = DeviceConstants(
         batch_submit_seconds=0.8e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
-        width_efficiency=(
-            (512, 0.53),
-            (1152, 0.54),
-            (2048, 0.61),
-            (4096, 0.62),
-            (8192, 0.88),
-            (16384, 0.945),
-            (32768, 0.98),
-            (65536, 0.99),
-        ),
+        width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
     ),
     load=DirectionConstants(
@@ -124,16 +125,7 @@ H200 = DeviceConstants(
         batch_submit_seconds=1.0e-6,
         copy_seconds=2.5e-6,
         copy_2d_seconds=3.0e-6,
-        width_efficiency=(
-            (512, 0.53),
-            (1152, 0.54),
-            (2048, 0.61),
-            (4096, 0.62),
-            (8192, 0.88),
-            (16384, 0.945),
-            (32768, 0.98),
-            (65536, 0.99),
-        ),
+        width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
     ),
     launch_seconds=14e-6,

@@ -34,7 +34,7 @@ _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
 _ALLOCATE_FROM = 64 << 10
-_MAX_VIEWS = 1000  # below the 1,024 that Linux takes in one call
+_MAX_VIEWS = 1000  # Linux accepts at most 1,024 in one call
 
 
 class Outcome(StrEnum):

@@ -274,9 +274,9 @@ class Transfers:
         return not (self.writes or self.loads or self._backups.running)
 
     def wait_for(self, operation: Operation, give_back: Callable[[], None], *, device: bool) -> bool:
-        """Wait for an operation that moves no nodes; returns whether it succeeded.
+        """Wait for an operation that moves no nodes; return whether it succeeded.
 
-        If the wait is interrupted, what was taken for the operation goes back, by ``give_back`` if it has succeeded.
+        An interrupted wait frees the slots taken for the operation; for a finished one, ``give_back`` does that.
         """
         self.running(device=device)[operation.id] = operation
         try:
