@@ -78,8 +78,7 @@ def test_a_submission_that_fails_is_an_ack_with_an_error(make_stack, monkeypatch
         raise MemoryError("no room for a pointer table")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stack.controller.engine, "submit_host_to_device", broken)
-        patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
+        patch.setattr(stack.controller.engine, "submit", broken)
         stack.controller.load(host, node_id=1)
         counter = stack.controller.layer_done_counter
         counter.set_consumer(stack.controller.start_loading())
@@ -248,7 +247,7 @@ def test_the_first_failure_of_each_direction_and_kind_is_a_warning(make_stack, m
         write()
         load()
     with monkeypatch.context() as patch:
-        patch.setattr(stack.controller.engine, "submit_device_to_host", broken)
+        patch.setattr(stack.controller.engine, "submit", broken)
         write()
         write()
     logged = [(record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records]
@@ -370,14 +369,14 @@ def test_a_rank_on_which_giving_slots_back_raises_asks_the_others_as_often(make_
 
 def test_a_shutdown_in_which_giving_slots_back_raises_ends_all_the_same(make_stack):
     stack = make_stack()
-    controller, lanes = stack.controller, stack.controller.engine._lanes.values()
+    controller, workers = stack.controller, stack.controller.engine._workers.values()
     hosts = [stack.written(1)[0] for _ in range(2)]
     for node, host in enumerate(hosts):
         controller.load(host, node_id=node)
     stack.entry.device_free_fn = Raising(stack.allocator.free)
     with pytest.raises(MemoryError, match="injected by the engine"):
         controller.shutdown(30)
-    assert not any(lane.worker._thread.is_alive() for lane in lanes)
+    assert not any(worker._thread.is_alive() for worker in workers)
     assert stack.used() == (1, 2)
     assert controller.shutdown(30)
 

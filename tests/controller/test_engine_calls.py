@@ -8,8 +8,16 @@ import time
 
 import pytest
 
-from hicache_controller.engine_calls import EngineCalls, public_call
+from hicache_controller.engine_calls import EngineCalls
 from hicache_controller.interrupts import interruptibly
+
+
+def public_call(method):
+    def call(self, *arguments):
+        with self.engine_calls:
+            return method(self, *arguments)
+
+    return call
 
 
 class Cache:

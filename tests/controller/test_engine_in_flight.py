@@ -182,7 +182,7 @@ def test_an_interrupted_submission_gives_its_slots_back_by_way_of_the_ack(make_s
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stack.controller.engine, "submit_device_to_host", interrupted)
+        patch.setattr(stack.controller.engine, "submit", interrupted)
         stack.controller.write(device, node_id=1)
         with pytest.raises(KeyboardInterrupt):
             stack.controller.start_writing()

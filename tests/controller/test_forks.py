@@ -63,7 +63,7 @@ def test_a_forked_child_that_uses_the_cache_gets_an_error_that_names_the_fork(pa
 def test_parts_of_a_cache_refuse_in_a_forked_child_by_themselves(parent):
     controller = parent.controller
     engine, counter = controller.engine, controller.layer_done_counter
-    (worker, _) = (lane.worker for lane in engine._lanes.values())
+    worker, _ = engine._workers.values()
     for use in (
         lambda: engine.drain(),
         lambda: engine.close(1),

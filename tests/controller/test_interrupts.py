@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache_controller.devices import CpuDevice
-from hicache_controller.interrupts import interruptibly, interrupts_held_back
+from hicache_controller.interrupts import HeldInterrupts, interruptibly
 from hicache_controller.transfer_engine import L2TransferEngine
 from hicache_controller.transfer_handle import L2Transfer
 
@@ -20,7 +20,7 @@ def test_a_signal_within_the_block_is_handled_when_it_is_left(number):
     seen, before = [], signal.getsignal(number)
     signal.signal(number, lambda *_: seen.append("handled"))
     try:
-        with interrupts_held_back():
+        with HeldInterrupts():
             os.kill(os.getpid(), number)
             time.sleep(0.01)
             seen.append("left")
@@ -36,8 +36,8 @@ def test_the_error_of_a_handler_comes_out_of_the_block_and_blocks_may_be_nested(
     left = []
 
     def block():
-        with interrupts_held_back():
-            with interrupts_held_back():
+        with HeldInterrupts():
+            with HeldInterrupts():
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.01)
             left.append("the inner one")
@@ -53,7 +53,7 @@ def test_every_signal_within_the_block_is_handled_though_the_first_handler_raise
     signal.signal(signal.SIGTERM, lambda *_: seen.append("SIGTERM"))
 
     def block():
-        with interrupts_held_back():
+        with HeldInterrupts():
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(os.getpid(), number)
                 time.sleep(0.01)
@@ -72,22 +72,22 @@ def test_a_handler_that_is_installed_within_the_block_stays(number, waits):
     seen, before = [], signal.getsignal(number)
 
     def install():
-        with interrupts_held_back():
+        with HeldInterrupts():
             outer = signal.signal(number, lambda *_: seen.append("new"))
             assert callable(outer)
 
     try:
         signal.signal(number, lambda *_: seen.append("old"))
-        with interrupts_held_back():
+        with HeldInterrupts():
             interruptibly(install) if waits else install()
         os.kill(os.getpid(), number)
         time.sleep(0.01)
         assert seen == ["new"]
         signal.signal(number, signal.SIG_IGN)
-        with interrupts_held_back():
+        with HeldInterrupts():
             signal.signal(number, signal.SIG_DFL)
         assert signal.getsignal(number) == signal.SIG_DFL
-        with interrupts_held_back():
+        with HeldInterrupts():
             signal.signal(number, signal.signal(number, signal.SIG_IGN))
         assert signal.getsignal(number) == signal.SIG_DFL
     finally:
@@ -103,16 +103,16 @@ def test_a_wait_within_the_block_lets_interrupts_in_those_from_before_it_first()
         reached.append(then)
 
     def before_the_wait():
-        with interrupts_held_back():
+        with HeldInterrupts():
             interrupt("the wait")
             interruptibly(lambda: reached.append("waited"))
 
     def in_the_wait():
-        with interrupts_held_back():
+        with HeldInterrupts():
             interruptibly(lambda: interrupt("the end of the wait"))
 
     def after_the_wait():
-        with interrupts_held_back():
+        with HeldInterrupts():
             assert interruptibly(lambda: "what it waits for") == "what it waits for"
             interrupt("the end of the block")
 
@@ -127,14 +127,14 @@ def test_a_block_within_a_wait_holds_interrupts_back_too():
     reached = []
 
     def wait():
-        with interrupts_held_back():
+        with HeldInterrupts():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
             reached.append("the end of the inner block")
         reached.append("the end of the wait")
 
     def block():
-        with interrupts_held_back():
+        with HeldInterrupts():
             interruptibly(wait)
 
     with pytest.raises(KeyboardInterrupt):
@@ -146,14 +146,14 @@ def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
     handlers = []
 
     def look():
-        with interrupts_held_back():
+        with HeldInterrupts():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     in_thread(look).join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with interrupts_held_back():
+        with HeldInterrupts():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -161,7 +161,7 @@ def test_other_threads_and_signals_without_a_handler_are_left_alone(in_thread):
 
 def test_a_signal_at_the_end_of_one_block_takes_none_from_the_next(interrupted_at):
     def block():
-        with interrupts_held_back():
+        with HeldInterrupts():
             pass
 
     first, came = 0, True

@@ -466,14 +466,14 @@ def test_an_interrupted_load_keeps_the_next_request_waiting_for_its_bytes(
     model = make_model(device_pages=8, host_pages=8)
     gate = held_loads(model, keys_of(range(4)))
     engine = model.controller.engine
-    submit = engine.submit_host_to_device
+    submit = engine.submit
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         monkeypatch.undo()
         os.kill(os.getpid(), signal.SIGINT)
         return submit(*arguments, **options)
 
-    monkeypatch.setattr(engine, "submit_host_to_device", interrupted)
+    monkeypatch.setattr(engine, "submit", interrupted)
     match = model.cache.match_prefix(keys_of(range(4)))
     with pytest.raises(KeyboardInterrupt):
         model.cache.load_back(match, wait=False)

@@ -71,11 +71,11 @@ class GpuStack:
 
     @property
     def device_to_host_stream(self) -> torch.cuda.Stream:
-        return self.controller.engine._lanes[Direction.WRITE_BACK].device.stream
+        return self.controller.engine._workers[Direction.WRITE_BACK].device.stream
 
     @property
     def host_to_device_stream(self) -> torch.cuda.Stream:
-        return self.controller.engine._lanes[Direction.LOAD].device.stream
+        return self.controller.engine._workers[Direction.LOAD].device.stream
 
     def spin(self, stream: torch.cuda.Stream | None = None) -> None:
         """Keep a stream (default: the current one) busy."""

@@ -22,8 +22,8 @@ from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import TransferPlan, checked_quota, device_of, layer_plan
 from .metrics import Metrics
 from .operation_queue import OperationQueue
-from .operations import Ack, CacheOperation, StorageAck
-from .pool_transfers import SidecarPoolSpec, prepare_transfers, storage_parts, with_sidecars
+from .operations import Ack, StorageAck
+from .pool_transfers import SidecarPoolSpec, storage_parts, with_sidecars
 from .slots import Slots
 from .storage.generic import StorageBackend
 from .storage_link import StorageLink
@@ -205,17 +205,9 @@ class HiCacheController:
         """
         with self.engine_calls:
             self._check_open()
-            count = device_indices.numel()
-            transfers = self._with_sidecars(pool_transfers, anchor_moves=count > 0)
-            prepare_transfers(self._slots, transfers, Direction.WRITE_BACK)
-            device_indices = self._slots.own_device(device_indices, or_none=bool(transfers))
+            transfers = self._with_sidecars(pool_transfers, anchor_moves=device_indices.numel() > 0)
             event = ready_event if ready_event is not None else self.engine.submission_event()
-            host_indices = self._slots.alloc_host(count) if count else device_indices
-            if host_indices is None:
-                return None
-            events = () if event is None else (event,)
-            operation = CacheOperation(host_indices, device_indices, (node_id,), tuple(transfers), events)
-            return self._writes.add(operation)
+            return self._writes.add(device_indices, node_id, event, transfers)
 
     def start_writing(self) -> Ack | None:
         """Start what is queued, merged into one transfer; None where nothing is.
@@ -254,17 +246,7 @@ class HiCacheController:
         with self.engine_calls:
             self._check_open()
             transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
-            prepare_transfers(self._slots, transfers, Direction.LOAD)
-            host_indices = self._slots.own_host(host_indices, or_none=bool(transfers))
-            count = host_indices.numel()
-            device_indices = self.host_group.alloc_device(count) if count else host_indices
-            if device_indices is None:
-                return None
-            events = () if ready_event is None else (ready_event,)
-            operation = CacheOperation(
-                host_indices, device_indices, (node_id,), tuple(transfers), events, direction=Direction.LOAD
-            )
-            return self._loads.add(operation)
+            return self._loads.add(host_indices, node_id, ready_event, transfers)
 
     def start_loading(self) -> int:
         """Start what is queued, merged into one transfer; return the id for ``layer_done_counter``, -1 for nothing."""
@@ -272,8 +254,8 @@ class HiCacheController:
         if not self._loads.waiting:
             return NOTHING_TO_WAIT_FOR
         with self.engine_calls:
-            for operation in self._loads.waiting:
-                self._slots.start_writes_of(self._slots.uses_of(operation, host=Access.READ))
+            uses = (use for operation in self._loads.waiting for use in self._slots.uses_of(operation))
+            self._slots.start_writes_of(uses)
             return self._loads.start().consumer
 
     def poll_loads(self, wait: bool = False) -> list[Ack]:

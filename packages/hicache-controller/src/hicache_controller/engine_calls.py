@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
-from .interrupts import HeldInterrupts
+from .interrupts import hold_interrupts, let_interrupts_in
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +19,8 @@ Result = TypeVar("Result")
 class EngineCalls:
     """The public calls of one engine: which thread makes them, and what they raise when they end.
 
-    A public method does its work in ``with calls:``, or has the decorator :func:`public_call`. Calls may be nested: a
-    tree shares the object of its controller, and callbacks of the engine call both. Only the outermost call matters for
-    what follows:
+    A public method does its work in ``with calls:``. Calls may be nested: a tree shares the object of its controller,
+    and callbacks of the engine call both. Only the outermost call matters for what follows:
 
     - Interrupts are held back until it ends; waits let them in with :func:`~.interrupts.interruptibly`.
     - What a callback of the engine raises (``device_free_fn``, a listener) interrupts nothing, where it is called
@@ -44,7 +42,7 @@ class EngineCalls:
         self._thread: int | None = None
         self._thread_name = ""
         self._depth = 0
-        self._held: HeldInterrupts | None = None
+        self._holds = False
         self._error: BaseException | None = None
 
     # The thread
@@ -86,9 +84,7 @@ class EngineCalls:
         if self._thread != threading.get_ident():
             self.check_thread()
         if not self._depth:
-            held = HeldInterrupts()
-            held.__enter__()
-            self._held = held
+            self._holds = hold_interrupts()
         self._depth += 1
 
     def __exit__(
@@ -98,17 +94,17 @@ class EngineCalls:
         self._depth -= 1
         if self._depth:
             return
-        held, self._held = self._held, None
-        first, self._error = self._error, None
+        first = self._error
         try:
-            if first is None or first is error:
-                return
-            if error is None or isinstance(error, Exception):
-                raise first
-            _log(first)
+            if first is not None:
+                self._error = None
+                if error is None or (error is not first and isinstance(error, Exception)):
+                    raise first
+                if error is not first:
+                    _log(first)
         finally:
-            if held is not None:
-                held.__exit__()
+            if self._holds:
+                let_interrupts_in()
 
     # Calls out
 
@@ -135,28 +131,3 @@ class EngineCalls:
 
 def _log(error: BaseException) -> None:
     logger.error("another call of the engine's code failed, with %r", error, exc_info=error)
-
-
-class Called(Protocol):
-    """Has public calls."""
-
-    @property
-    def engine_calls(self) -> EngineCalls:
-        """Its seam."""
-        ...
-
-
-Self = TypeVar("Self", bound=Called)
-
-
-def public_call(
-    method: Callable[Concatenate[Self, Parameters], Result],
-) -> Callable[Concatenate[Self, Parameters], Result]:
-    """Make a method a public call of the object's ``engine_calls``."""
-
-    @functools.wraps(method)
-    def call(self: Self, /, *arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
-        with self.engine_calls:
-            return method(self, *arguments, **keywords)
-
-    return call

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hicache_kernels.staging import Direction
 from hicache_pools.device_pools.base import DevicePool
 from hicache_pools.group import PoolEntry
 from hicache_pools.group_slots import Side
@@ -29,6 +30,17 @@ def page_use(pool: PoolEntry | L2Transfer, side: Side, access: Access, indices: 
     known = side == "host" or not isinstance(device, DevicePool) or device.index_translation is None
     pages = pages_of(indices, int(pool.host_pool.page_size)) if known else None
     return PageUse(PoolSide(str(pool.name), side), access, pages)
+
+
+def transfer_uses(
+    pool: PoolEntry | L2Transfer, direction: Direction, host_indices: torch.Tensor, device_indices: torch.Tensor
+) -> list[PageUse]:
+    """Return what a write-back or a load does with pages of both sides of a pool."""
+    is_load = direction is Direction.LOAD
+    return [
+        page_use(pool, "device", Access.WRITE if is_load else Access.READ, device_indices),
+        page_use(pool, "host", Access.READ if is_load else Access.WRITE, host_indices),
+    ]
 
 
 def own_indices(indices: torch.Tensor) -> torch.Tensor:

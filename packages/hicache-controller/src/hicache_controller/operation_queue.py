@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hicache_kernels.staging import Direction
+from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
 from .engine_calls import EngineCalls
@@ -19,10 +20,10 @@ from .interrupts import interruptibly
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import TransferPlan
 from .operations import Ack, CacheOperation, OperationCancelledError
-from .pool_transfers import resolve
+from .pool_transfers import prepare_transfers, resolve
 from .slots import Slots
 from .transfer_engine import L2TransferEngine
-from .transfer_handle import L2Transfer, TransferHandle, words
+from .transfer_handle import InFlightOperation, L2Transfer, TransferHandle, words
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class StartedOperation:
     """
 
     parts: tuple[CacheOperation, ...]
-    refused: dict[CacheOperation, BaseException] = field(default_factory=dict)
+    refused: Errors = field(default_factory=dict)
     handle: TransferHandle | None = None
     consumer: int = NOTHING_TO_WAIT_FOR
     cut: bool = False
@@ -65,23 +66,21 @@ class StartedOperation:
             self.handle.host_ready.synchronize()
             self.handle.device_released.synchronize()
 
-    def failures(self) -> list[tuple[CacheOperation, BaseException]]:
-        """Return the parts that have failed or were cancelled on this rank so far, and why."""
-        if not self.refused and not (self.handle is not None and self.handle.has_failed):
-            return []
-        found = list(self.refused.items())
-        if self.handle is not None:
-            submitted = [part for part in self.parts if part not in self.refused]
-            errors = [self.handle.part_error(number) for number in range(len(submitted))]
-            found += [(part, error) for part, error in zip(submitted, errors, strict=True) if error is not None]
+    def failures(self) -> Errors:
+        """Return why parts have failed or were cancelled on this rank so far."""
+        found = dict(self.refused)
+        if self.handle is not None and self.handle.has_failed:
+            submitted = (part for part in self.parts if part not in self.refused)
+            errors = ((part, self.handle.part_error(number)) for number, part in enumerate(submitted))
+            found |= {part: error for part, error in errors if error is not None}
         return found
 
     def errors(self) -> Errors:
         """Return why parts failed; final once :attr:`done`. Where all were cancelled, that is no failure."""
         failures = self.failures()
         if failures and all(part.cancelled for part in self.parts):
-            failures = [each for each in failures if not isinstance(each[1], OperationCancelledError)]
-        return dict(failures)
+            return {part: error for part, error in failures.items() if not isinstance(error, OperationCancelledError)}
+        return failures
 
     def error(self) -> BaseException | None:
         """Why some of it failed."""
@@ -90,9 +89,8 @@ class StartedOperation:
     def ack(self, parts: Iterable[CacheOperation], error: BaseException | None) -> Ack:
         """Make the ack of some parts."""
         node_ids = tuple(node_id for part in parts for node_id in part.node_ids)
-        if self.handle is None:
-            return Ack(node_ids, COMPLETED, COMPLETED, error)
-        return Ack(node_ids, self.handle.device_released, self.handle.host_ready, error)
+        ends = self.handle or InFlightOperation()
+        return Ack(node_ids, ends.device_released, ends.host_ready, error)
 
     def first_ack(self) -> Ack:
         """Make the ack of all parts before the outcome is known; it has an error only where nothing was submitted."""
@@ -155,18 +153,34 @@ class OperationQueue:
 
     # Start
 
-    def add(self, operation: CacheOperation) -> torch.Tensor | None:
-        """Take the slots of an operation's other pools, and let it wait to be started.
+    def add(
+        self, indices: torch.Tensor, node_id: int, event: Event | None, transfers: Sequence[PoolTransfer]
+    ) -> torch.Tensor | None:
+        """Check the slots of an operation, take those of the other side, and let it wait to be started.
 
         Returns the caller's copy of the anchor's slots that were taken; None where a pool has no room. Then, and where
         this raises, what was taken for the operation is free again.
         """
+        is_load, count = self._direction is Direction.LOAD, indices.numel()
+        name = self._slots.group.anchor_entry.name
+        anchor = PoolTransfer(name, host_indices=indices) if is_load else PoolTransfer(name, device_indices=indices)
+        prepare_transfers(self._slots, [anchor, *transfers] if count or not transfers else transfers, self._direction)
+        if not count:
+            anchor.host_indices = anchor.device_indices = indices
+        elif is_load:
+            anchor.device_indices = self._slots.group.alloc_device(count)
+        else:
+            anchor.host_indices = self._slots.alloc_host(count)
+        host, device = anchor.host_indices, anchor.device_indices
+        if host is None or device is None:
+            return None
+        events = () if event is None else (event,)
+        operation = CacheOperation(host, device, (node_id,), tuple(transfers), events, direction=self._direction)
         try:
-            if not operation.pool_transfers or resolve(self._slots, operation):
-                is_load = self._direction is Direction.LOAD
-                taken = own_indices(operation.device_indices if is_load else operation.host_indices)
+            if not transfers or resolve(self._slots, operation):
+                copied = own_indices(device if is_load else host)
                 self.waiting.append(operation)
-                return taken
+                return copied
         except BaseException:
             self._slots.give_back(operation)
             raise
@@ -186,13 +200,8 @@ class OperationQueue:
             try:
                 merged = CacheOperation.merge_ops(list(made))
                 transfers = self._plan.transfers(merged) if parts else made[merged]
-                events = merged.ready_events
-                if self._direction is Direction.WRITE_BACK:
-                    started.handle = self._engine.submit_device_to_host(transfers, ready_events=events, parts=parts)
-                else:
-                    started.handle = self._engine.submit_host_to_device(
-                        transfers, layers=self._plan.layers, ready_events=events, parts=parts
-                    )
+                layers = self._plan.layers if self._direction is Direction.LOAD else 0
+                started.handle = self._engine.submit(self._direction, transfers, layers, merged.ready_events, parts)
             except BaseException as error:
                 started.refused |= dict.fromkeys(made, error)
                 self._engine.failures.note(words(self._direction), error)
@@ -236,7 +245,7 @@ class OperationQueue:
     def _settle(self, wait: bool) -> None:
         # Whether it goes round again is the same on all ranks, whatever one of them keeps or raises.
         while self.started:
-            if wait and not self._acks:
+            if wait and not (self._acks or self.started[0].done):
                 interruptibly(self.started[0].wait)
             known, taken = len(self._acks), self._take_done()
             for started, errors in taken:
@@ -277,7 +286,7 @@ class OperationQueue:
         """Yield operations that are done and whose slots the next poll may give back."""
         for started in self.started:
             # An error is there before its operation is done, so what is done without one has not failed on this rank.
-            failed = {part for part, _ in started.failures()}
+            failed = started.failures()
             if (self._agreement.needed or failed or started.cut) and started.done:
                 for part in started.parts:
                     if self._agreement.needed or part.cancelled or part in failed:
@@ -286,7 +295,7 @@ class OperationQueue:
     def failed(self) -> Iterator[tuple[CacheOperation, BaseException]]:
         """Yield operations that have failed, and that no poll has reported yet, with their errors."""
         for started in self.started:
-            yield from started.failures()
+            yield from started.failures().items()
 
     # Cancel
 
@@ -345,7 +354,8 @@ class OperationQueue:
         sizes = [len(started.parts) for started, _ in failed]
         # The smallest number of parts on any rank, and the largest as a negative.
         extremes = self._agreement.smallest([*sizes, *(-size for size in sizes)])
-        same = [size == least == -most for size, least, most in zip(sizes, *_halves(extremes), strict=True)]
+        ends = zip(sizes, extremes[: len(sizes)], extremes[len(sizes) :], strict=True)
+        same = [size == least == -most for size, least, most in ends]
         flags = [
             int(part not in errors)
             for (started, errors), comparable in zip(failed, same, strict=True)
@@ -358,8 +368,3 @@ class OperationQueue:
             for part in started.parts:
                 if not (comparable and next(agreed)):
                     errors.setdefault(part, elsewhere)
-
-
-def _halves(values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    middle = len(values) // 2
-    return values[:middle], values[middle:]

@@ -84,7 +84,7 @@ class CacheOperation:
     ready_events
         Events the transfer has to follow.
     parts
-        The operations it was merged from, in order; itself alone where it was not merged.
+        The operations it was merged from, in order; none where it was not merged.
     cancelled
         Whether its slots go back instead of to the caller.
     direction
@@ -102,10 +102,6 @@ class CacheOperation:
     cancelled: bool = False
     direction: Direction = Direction.WRITE_BACK
     id: int = field(default_factory=lambda: next(_operation_ids))
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            self.parts = (self,)
 
     @staticmethod
     def merge_ops(operations: Sequence[CacheOperation]) -> CacheOperation:
@@ -130,7 +126,7 @@ class CacheOperation:
             node_ids=tuple(node_id for operation in operations for node_id in operation.node_ids),
             pool_transfers=tuple(_merge_transfers(transfers) for transfers in by_pool.values()),
             ready_events=tuple(event for operation in operations for event in operation.ready_events),
-            parts=tuple(part for operation in operations for part in operation.parts),
+            parts=tuple(operations),
             direction=operations[0].direction,
         )
 

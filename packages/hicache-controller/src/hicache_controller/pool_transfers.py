@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,8 @@ def prepare_transfers(slots: Slots, transfers: Sequence[PoolTransfer], direction
         host, device = transfer.host_indices, transfer.device_indices
         entry = slots.group.get_entry(transfer.name)
         if device is not None:
-            check_device_indices(f"device_indices of pool {transfer.name!s}", device, entry)
+            of_pool = "" if entry is slots.group.anchor_entry else f" of pool {transfer.name!s}"
+            check_device_indices(f"device_indices{of_pool}", device, entry)
         # Sides that do not fit are an error of their own; slots that are shared are checked where they are owned.
         fits = is_load if device is None else host is not None and host.numel() == device.numel()
         if host is not None and fits and transfer.indices_from_pool is None:
@@ -125,17 +127,13 @@ def resolve(slots: Slots, operation: CacheOperation) -> bool:
         If a transfer has one side only, or sides that do not fit. Nothing is taken.
     """
     group, transfers, is_load = slots.group, operation.pool_transfers, operation.direction is Direction.LOAD
-    take = group.resolve_device_transfers if is_load else group.resolve_host_transfers
-
-    def taken() -> bool:
-        resolved = take(
-            transfers,
-            primary_device_indices=operation.device_indices,
-            primary_host_indices=operation.host_indices,
-        )
-        return resolved is not None
-
-    if not taken() and (is_load or not slots.reap() or not taken()):
+    take = partial(
+        group.resolve_device_transfers if is_load else group.resolve_host_transfers,
+        transfers,
+        primary_device_indices=operation.device_indices,
+        primary_host_indices=operation.host_indices,
+    )
+    if take() is None and (is_load or not slots.reap() or take() is None):
         return False
     try:
         for transfer in transfers:

@@ -11,11 +11,11 @@ import torch
 
 from hicache_kernels.staging import Direction
 from hicache_pools.group import HostPoolGroup, PoolEntry
-from hicache_pools.pool_transfer import PoolTransfer
+from hicache_pools.pool_transfer import PoolName, PoolTransfer
 
 from .engine_calls import EngineCalls
 from .in_flight import Access, InFlight, Pages, PageUse, PoolSide, pages_of
-from .indices import check_device_indices, check_form, check_range, own_indices, page_use
+from .indices import check_form, check_range, page_use, transfer_uses
 from .interrupts import interruptibly
 from .operations import CacheOperation
 from .transfer_engine import READ, WRITE, L2TransferEngine
@@ -64,27 +64,15 @@ class Slots:
 
     # Who uses what
 
-    def uses_of(
-        self, operation: CacheOperation, *, device: Access | None = None, host: Access | None = None
-    ) -> list[PageUse]:
-        """Return what an operation does with its pages, on the sides for which an access is given."""
+    def uses_of(self, operation: CacheOperation) -> list[PageUse]:
+        """Return what an operation does with its pages."""
         anchor = PoolTransfer(self.group.anchor_entry.name, operation.host_indices, operation.device_indices)
         uses = []
         for part in (anchor, *operation.pool_transfers):
-            host_indices, device_indices = part.host_indices, part.device_indices
-            if host_indices is None or device_indices is None or not host_indices.numel():
-                continue
-            entry = self.group.get_entry(part.name)
-            if device is not None:
-                uses.append(page_use(entry, "device", device, device_indices))
-            if host is not None:
-                uses.append(page_use(entry, "host", host, host_indices))
+            host, device = part.host_indices, part.device_indices
+            if host is not None and device is not None and host.numel():
+                uses += transfer_uses(self.group.get_entry(part.name), operation.direction, host, device)
         return uses
-
-    def _all_uses_of(self, operation: CacheOperation) -> list[PageUse]:
-        if operation.direction is Direction.LOAD:
-            return self.uses_of(operation, device=Access.WRITE, host=Access.READ)
-        return self.uses_of(operation, device=Access.READ, host=Access.WRITE)
 
     @property
     def waiting_uses(self) -> InFlight[CacheOperation]:
@@ -92,7 +80,7 @@ class Slots:
         for queue in self.queues.values():
             for operation in queue.waiting:
                 if operation not in self._waiting:
-                    self._waiting.add(operation, self._all_uses_of(operation))
+                    self._waiting.add(operation, self.uses_of(operation))
         return self._waiting
 
     def stop_waiting(self, operations: Iterable[CacheOperation]) -> None:
@@ -102,40 +90,29 @@ class Slots:
                 self._waiting.remove(operation)
 
     def start_writes_of(self, uses: Iterable[PageUse]) -> None:
-        """Start the writes that wait, where they fill any of these host pages."""
+        """Start the writes that wait, where they fill any of the host pages."""
         writes = self.queues[Direction.WRITE_BACK]
-        if writes.waiting and any(self.waiting_uses.users(use, WRITE) for use in uses):
+        if writes.waiting and any(self.waiting_uses.users(use, WRITE) for use in uses if use.side.side == "host"):
             writes.start()
 
-    def failed_writer(self, direction: Direction, reads: Sequence[PageUse]) -> Exception | None:
-        """Return why an operation has failed that should have filled ``reads``, if no poll has reported it yet."""
+    def failed_writer(self, direction: Direction, uses: Sequence[PageUse]) -> Exception | None:
+        """Return why an operation has failed that should have filled what ``uses`` read, if no poll has reported it."""
         for operation, error in self.queues[direction].failed():
             filled: InFlight[CacheOperation] = InFlight()
-            filled.add(operation, self.uses_of(operation, device=Access.WRITE, host=Access.WRITE))
-            if any(filled.users(use, WRITE) for use in reads):
+            filled.add(operation, self.uses_of(operation))
+            if any(filled.users(use, WRITE) for use in uses if use.access is Access.READ):
                 return source_error(direction, error)
         return None
 
     def check_filled(self, operation: CacheOperation) -> None:
         """Raise SourceFailedError where another operation has failed that should have filled what this one reads."""
-        is_load = operation.direction is Direction.LOAD
-        other = Direction.WRITE_BACK if is_load else Direction.LOAD
-        if not any(self.queues[other].failed()):
-            return
-        side = {"host": Access.READ} if is_load else {"device": Access.READ}
-        error = self.failed_writer(other, self.uses_of(operation, **side))
-        if error is not None:
-            raise error
+        other = Direction.WRITE_BACK if operation.direction is Direction.LOAD else Direction.LOAD
+        if any(self.queues[other].failed()):
+            error = self.failed_writer(other, self.uses_of(operation))
+            if error is not None:
+                raise error
 
     # Device slots
-
-    def own_device(self, device_indices: torch.Tensor, *, or_none: bool) -> torch.Tensor:
-        """Check slots of the anchor (``or_none``: they may be none) that a write reads, and copy those on the CPU."""
-        anchor = self.group.anchor_entry
-        if device_indices.numel() or not or_none:
-            check_device_indices("device_indices", device_indices, anchor)
-        self.check_not_loading(anchor, device_indices)
-        return own_indices(device_indices)
 
     def check_not_loading(self, entry: PoolEntry, device_indices: torch.Tensor) -> None:
         """Raise RuntimeError where slots are those of a load that was not started, and so have no contents yet."""
@@ -158,18 +135,12 @@ class Slots:
             use = page_use(entry, "device", Access.WRITE, device_indices)
             if writes.waiting and self.waiting_uses.users(use, READ):
                 writes.start()
-            for event in self._engine.events_of_users([(use, (Access.READ, Access.WRITE))]):
+            for event in self._engine.predecessors([use]).events:
                 interruptibly(event.wait)
         entry.device_free_fn(device_indices)
         return device_indices.numel()
 
     # Host slots
-
-    def own_host(self, host_indices: torch.Tensor, *, or_none: bool) -> torch.Tensor:
-        """Check slots of the anchor (``or_none``: they may be none) that a load reads, and copy them."""
-        if host_indices.numel() or not or_none:
-            self.check_host(self.group.anchor_entry, host_indices)
-        return own_indices(host_indices)
 
     def alloc_host(self, slots: int) -> torch.Tensor | None:
         """Take host slots of the anchor, after freeing what was deferred if that is needed."""
@@ -207,7 +178,7 @@ class Slots:
 
     def free_host(self, entry: PoolEntry, host_indices: torch.Tensor) -> int:
         """Free slots of whole pages, or defer those in use; return how many are free now."""
-        if not self.deferred and not self._any_in_use():
+        if not (self.deferred or self._engine.in_flight or any(map(len, self.queues.values()))):
             return int(entry.host_pool.free(host_indices))
         pages = _whole_pages(entry, host_indices)
         self._check_not_deferred(entry, pages)
@@ -216,9 +187,7 @@ class Slots:
             return int(entry.host_pool.free(host_indices))
         if len(np.unique(pages)) != len(pages):
             raise ValueError(f"host_indices has {len(pages)} pages of pool {entry.name!s}, some of them twice")
-        freed = int(entry.host_pool.free(_slots(entry, pages[~busy]))) if not busy.all() else 0
-        self._defer(entry, pages[busy])
-        return freed
+        return self._free_idle(entry, pages, busy)
 
     def reap(self) -> int:
         """Free what was deferred and is not in use any more; return how many slots."""
@@ -243,13 +212,14 @@ class Slots:
         The caller may have given back host slots already. Errors of the engine's callbacks are kept for the end.
         """
         is_load = operation.direction is Direction.LOAD
-        indices = operation.device_indices if is_load else operation.host_indices
-        if indices.numel():
-            self._free(self.group.anchor_entry, indices, is_load)
+        taken = [(self.group.anchor_entry.name, operation.device_indices if is_load else operation.host_indices)]
         for transfer in operation.pool_transfers:
-            taken = _taken_out(transfer, is_load)
-            if taken is not None and transfer.indices_from_pool is None:
-                self._free(self.group.get_entry(transfer.name), taken, is_load)
+            filled_in = _taken_out(transfer, is_load)
+            if filled_in is not None and transfer.indices_from_pool is None:
+                taken.append((transfer.name, filled_in))
+        for name, indices in taken:
+            if indices.numel():
+                self._calls.call(self.group.free_device if is_load else self._free_again, indices, name)
 
     def check_integrity(self) -> None:
         """Check what is known of waiting operations and of deferred pages; RuntimeError names the fault."""
@@ -263,23 +233,24 @@ class Slots:
 
     # Inside
 
-    def _free(self, entry: PoolEntry, indices: torch.Tensor, device: bool) -> None:
-        if device:
-            self._calls.call(self.group.free_device, indices, entry.name)
-        else:
-            self._calls.call(self._free_again, entry, indices)
-
-    def _free_again(self, entry: PoolEntry, host_indices: torch.Tensor) -> None:
+    def _free_again(self, host_indices: torch.Tensor, pool: PoolName | str) -> None:
         """Free host slots that may have been given back, and so deferred, already."""
+        entry = self.group.get_entry(pool)
         pages = _whole_pages(entry, host_indices)
-        deferred = self.deferred.get(str(entry.name))
+        deferred = self.deferred.get(str(pool))
         if deferred is not None:
             pages = pages[~np.isin(pages, deferred)]
-        busy = self._busy(entry, pages)
-        if not busy.all():
-            entry.host_pool.free(_slots(entry, pages[~busy]))
+        self._free_idle(entry, pages, self._busy(entry, pages))
+
+    def _free_idle(self, entry: PoolEntry, pages: Pages, busy: npt.NDArray[np.bool_]) -> int:
+        """Free host pages, and defer those that are busy; return how many slots are free now."""
+        freed = int(entry.host_pool.free(_slots(entry, pages[~busy]))) if not busy.all() else 0
         if busy.any():
-            self._defer(entry, pages[busy])
+            late = pages[busy]
+            deferred = self.deferred.get(str(entry.name))
+            self.deferred[str(entry.name)] = late if deferred is None else np.concatenate((deferred, late))
+            self._engine.metrics.count("deferred_frees", len(late))
+        return freed
 
     def _check_not_deferred(self, entry: PoolEntry, pages: Pages) -> None:
         """Raise ValueError where pages were given back and are deferred."""
@@ -290,12 +261,6 @@ class Slots:
         if gone.any():
             raise ValueError(f"host_indices has page {pages[gone][0]} of pool {entry.name!s}, which was given back")
 
-    def _any_in_use(self) -> bool:
-        """Whether an operation uses any slot, or may still give some back."""
-        if self._engine.in_flight or any(queue.waiting for queue in self.queues.values()):
-            return True
-        return any(True for _ in self.queues[Direction.WRITE_BACK].unsettled())
-
     def _busy(self, entry: PoolEntry, pages: Pages) -> npt.NDArray[np.bool_]:
         """Return for each host page whether an operation uses it, or may still give it back."""
         if not self._engine.guards.refill_follows_read:
@@ -304,16 +269,10 @@ class Slots:
         self._engine.reap()
         busy = self._engine.in_flight.busy(side, pages) | self.waiting_uses.busy(side, pages)
         for operation in self.queues[Direction.WRITE_BACK].unsettled():
-            for use in self.uses_of(operation, host=Access.WRITE):
+            for use in self.uses_of(operation):
                 if use.side == side and use.pages is not None:
                     busy |= np.isin(pages, use.pages)
         return busy
-
-    def _defer(self, entry: PoolEntry, pages: Pages) -> None:
-        name = str(entry.name)
-        deferred = self.deferred.get(name)
-        self.deferred[name] = pages if deferred is None else np.concatenate((deferred, pages))
-        self._engine.metrics.count("deferred_frees", len(pages))
 
 
 def _taken_out(transfer: PoolTransfer, device: bool) -> torch.Tensor | None:

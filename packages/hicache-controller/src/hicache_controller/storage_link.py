@@ -17,7 +17,7 @@ from .agreement import Agreement
 from .devices import CpuDevice
 from .events import Event
 from .failure_log import LogLimit
-from .in_flight import Access, PageUse
+from .in_flight import PageUse
 from .interrupts import interruptibly
 from .operations import OperationCancelledError, StorageAck
 from .policies import PrefetchPolicy
@@ -280,8 +280,7 @@ class StorageLink:
     ) -> None:
         """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
         attached = self.need_backend()
-        accesses = (Access.WRITE,) if self._engine.guards.read_follows_write else ()
-        before = self._engine.predecessors([(use, accesses) for use in uses])
+        before = self._engine.predecessors(uses)
         operation = BackupOperation(parts, node_id, attached.calls, writers=before.writers, uses=uses)
         self._backups.append(operation)
         try:
@@ -354,7 +353,7 @@ class StorageLink:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self.need_backend()
         operation = PrefetchOperation(parts, request_id, attached.calls, agreement=self._agreement, uses=uses)
-        after = self._engine.events_of_users([(use, (Access.READ, Access.WRITE)) for use in uses])
+        after = self._engine.predecessors(uses).events
         if not parts:
             operation.run()  # nothing to do
         elif self._submit(attached.prefetches, operation, after, 0):

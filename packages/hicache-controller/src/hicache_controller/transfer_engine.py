@@ -11,17 +11,17 @@ import torch
 from hicache_kernels.staging import Direction
 from hicache_kernels.validation import seconds
 
-from .devices import Device, make_devices
+from .devices import make_devices
 from .events import COMPLETED, Event, wait_until_done
 from .failure_log import FailureLog
 from .forks import refuse_in_forks
 from .in_flight import Access, InFlight, PageUse
-from .interrupts import interrupts_held_back
+from .interrupts import HeldInterrupts
 from .metrics import Metrics
 from .transfer_handle import Guards, L2Transfer, TransferHandle, Writer
 from .worker import Worker
 
-READ, WRITE = (Access.READ,), (Access.WRITE,)
+READ, WRITE, ANY = (Access.READ,), (Access.WRITE,), (Access.READ, Access.WRITE)
 _THREAD_NAMES = {Direction.WRITE_BACK: "hicache-device-to-host", Direction.LOAD: "hicache-host-to-device"}
 
 
@@ -30,16 +30,6 @@ class Predecessors(NamedTuple):
 
     events: list[Event]
     writers: list[Writer]
-
-
-class Lane(NamedTuple):
-    """One direction of a device: what its transfers run on, and the worker that runs them one after the other.
-
-    Also on CUDA, where queueing is all there is to do: it takes longer than a scheduler should be held up.
-    """
-
-    device: Device
-    worker: Worker
 
 
 class L2TransferEngine:
@@ -57,7 +47,8 @@ class L2TransferEngine:
     An operation that reads what another one was to write fails where that one has failed.
 
     With what the controller does (slots in flight are not freed, device slots are freed after ``device_released``),
-    that closes the five hazards.
+    that closes the five hazards. Each direction has a worker of its own, also on CUDA, where queueing is all there is
+    to do: it takes longer than a scheduler should be held up.
 
     Parameters
     ----------
@@ -91,15 +82,15 @@ class L2TransferEngine:
         self.guards = guards if guards is not None else Guards()
         self.in_flight: InFlight[Any] = InFlight()
         self.failures = FailureLog()
-        devices = zip(_THREAD_NAMES.items(), make_devices(self.device, synchronous=synchronous), strict=True)
-        self._lanes = {
-            direction: Lane(device, Worker(name, device, synchronous=synchronous))
-            for (direction, name), device in devices
+        devices = make_devices(self.device, synchronous=synchronous)
+        self._workers = {
+            direction: Worker(name, device, synchronous=synchronous)
+            for (direction, name), device in zip(_THREAD_NAMES.items(), devices, strict=True)
         }
 
     def submission_event(self) -> Event | None:
         """Record an event for what the caller's stream holds now; None on CPU, where the caller computes itself."""
-        return self._lanes[Direction.WRITE_BACK].device.submission_event()
+        return self._workers[Direction.WRITE_BACK].device.submission_event()
 
     def submit_device_to_host(
         self,
@@ -124,31 +115,7 @@ class L2TransferEngine:
         TransferHandle
             Its ``device_released`` and ``host_ready``, its error.
         """
-        with interrupts_held_back():  # what moves is known to be in flight
-            after: list[Event] = []
-            if self.guards.write_follows_compute:
-                submitted = None if ready_events else self.submission_event()
-                after = list(ready_events) if submitted is None else [submitted]
-            uses: list[PageUse] = []
-            before: list[tuple[PageUse, tuple[Access, ...]]] = []
-            if not self.synchronous:
-                host_accesses = (Access.WRITE, Access.READ) if self.guards.refill_follows_read else WRITE
-                for transfer in transfers:
-                    device, host = transfer.use("device", Access.READ), transfer.use("host", Access.WRITE)
-                    uses += (device, host)
-                    before += ((device, WRITE), (host, host_accesses))
-            handle = self._handle(Direction.WRITE_BACK, transfers, 0, parts, before, after)
-            if not self.guards.overwrite_follows_read:
-                handle.device_released = COMPLETED
-            worker = self._lanes[Direction.WRITE_BACK].worker
-            if uses:
-                self.in_flight.add(handle, uses)
-            try:
-                worker.submit(handle, after, inline=self._queue_inline and not handle.moves_on_cpu)
-            except BaseException:
-                self.in_flight.remove(handle)
-                raise
-            return handle
+        return self.submit(Direction.WRITE_BACK, transfers, 0, ready_events, parts)
 
     def submit_host_to_device(
         self,
@@ -169,39 +136,50 @@ class L2TransferEngine:
         ready_events
             Events after which the rows may be overwritten; on CUDA the caller's current stream counts as well.
         """
-        with interrupts_held_back():
+        return self.submit(Direction.LOAD, transfers, layers, ready_events, parts)
+
+    def submit(
+        self,
+        direction: Direction,
+        transfers: Sequence[L2Transfer],
+        layers: int,
+        ready_events: Sequence[Event],
+        parts: Sequence[Sequence[L2Transfer]],
+    ) -> TransferHandle:
+        """Do what :meth:`submit_device_to_host` (``layers`` is 0) or :meth:`submit_host_to_device` says."""
+        is_load, guards = direction is Direction.LOAD, self.guards
+        worker = self._workers[direction]
+        with HeldInterrupts():  # what moves is known to be in flight
             after: list[Event] = []
-            if self.guards.load_follows_compute:
-                submitted = self.submission_event()
-                after = list(ready_events) if submitted is None else [*ready_events, submitted]
-            uses: list[PageUse] = []
-            before: list[tuple[PageUse, tuple[Access, ...]]] = []
-            if not self.synchronous:
-                for transfer in transfers:
-                    device, host = transfer.use("device", Access.WRITE), transfer.use("host", Access.READ)
-                    uses += (device, host)
-                    before.append((device, (Access.READ, Access.WRITE)))
-                    if self.guards.read_follows_write:
-                        before.append((host, WRITE))
-            handle = self._handle(Direction.LOAD, transfers, layers, parts, before, after)
-            worker = self._lanes[Direction.LOAD].worker
+            if guards.load_follows_compute if is_load else guards.write_follows_compute:
+                after += ready_events
+                submitted = self.submission_event() if is_load or not after else None
+                if submitted is not None:
+                    after.append(submitted)
+            uses = [] if self.synchronous else [use for transfer in transfers for use in transfer.uses(direction)]
+            before = self.predecessors(uses)
+            after += before.events
+            handle = TransferHandle(
+                direction, transfers, layers, worker.device, self.metrics, self.failures, before.writers, parts
+            )
+            if not (is_load or guards.overwrite_follows_read):
+                handle.device_released = COMPLETED
             if uses:
                 self.in_flight.add(handle, uses)
             try:
-                worker.submit(handle, after, inline=self._queue_inline and not handle.moves_on_cpu)
+                inline = self._queue_inline and not worker.device.moves_on_cpu(transfers)
+                worker.submit(handle, after, inline=inline)
             except BaseException:
                 self.in_flight.remove(handle)
                 raise
             return handle
 
-    def predecessors(self, uses: Iterable[tuple[PageUse, tuple[Access, ...]]]) -> Predecessors:
-        """Find what is in flight now and uses the pages in those ways."""
+    def predecessors(self, uses: Iterable[PageUse]) -> Predecessors:
+        """Find what is in flight now that an operation which uses these pages has to follow."""
         events: dict[int, Event] = {}
         writers: list[Writer] = []
-        if not self.in_flight:
-            return Predecessors([], writers)
-        for use, accesses in uses:
-            for owner in self.in_flight.users(use, accesses):
+        for use in uses if self.in_flight else ():
+            for owner in self.in_flight.users(use, self._conflicts(use)):
                 event = owner.device_released if use.side.side == "device" else owner.host_ready
                 if not event.query():
                     events[id(event)] = event
@@ -210,9 +188,11 @@ class L2TransferEngine:
                     writers.append(Writer(owner, use))
         return Predecessors(list(events.values()), writers)
 
-    def events_of_users(self, uses: Iterable[tuple[PageUse, tuple[Access, ...]]]) -> list[Event]:
-        """Return events after which none of the pages is used any more in those ways by what is in flight now."""
-        return self.predecessors(uses).events
+    def _conflicts(self, use: PageUse) -> tuple[Access, ...]:
+        """Return which accesses of others an operation has to follow: of a reader the writes, of a writer all."""
+        if use.access is Access.READ:
+            return WRITE if use.side.side == "device" or self.guards.read_follows_write else ()
+        return ANY if use.side.side == "device" or self.guards.refill_follows_read else WRITE
 
     def release(self, handle: TransferHandle) -> None:
         """Let the slots of a transfer that is done go, and count its time."""
@@ -240,20 +220,5 @@ class L2TransferEngine:
     def close(self, timeout: float) -> bool:
         """Stop both lanes; what has not started ends with an error. Return whether they stopped in time."""
         timeout = seconds("timeout", timeout)
-        stopped = [lane.worker.close(timeout) for lane in self._lanes.values()]
+        stopped = [worker.close(timeout) for worker in self._workers.values()]
         return all(stopped)
-
-    def _handle(
-        self,
-        direction: Direction,
-        transfers: Sequence[L2Transfer],
-        layers: int,
-        parts: Sequence[Sequence[L2Transfer]],
-        before: Iterable[tuple[PageUse, tuple[Access, ...]]],
-        after: list[Event],
-    ) -> TransferHandle:
-        """Make the handle of a transfer, and add the events of its predecessors to ``after``."""
-        events, writers = self.predecessors(before)
-        after += events
-        device = self._lanes[direction].device
-        return TransferHandle(direction, transfers, layers, device, self.metrics, self.failures, writers, parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +15,12 @@ import torch
 from hicache_kernels import TransferResult
 from hicache_kernels.staging import Direction
 from hicache_kernels.validation import MAX_BLOCKS, whole
-from hicache_pools.group_slots import Side
 
 from .devices import Clock, Device
 from .events import COMPLETED, Event, Signal
 from .failure_log import FailureLog
 from .in_flight import Access, InFlight, PageUse
-from .indices import page_use
+from .indices import transfer_uses
 from .metrics import Labels, Metrics
 from .operations import OperationCancelledError, SourceFailedError
 
@@ -88,9 +88,9 @@ class L2Transfer:
         if self.block_quota is not None:
             whole("block_quota", self.block_quota, least=0, most=MAX_BLOCKS)
 
-    def use(self, side: Side, access: Access) -> PageUse:
-        """Return what it does with its pages of one side; they are unknown where they are not on the CPU."""
-        return page_use(self, side, access, self.host_indices if side == "host" else self.device_indices)
+    def uses(self, direction: Direction) -> list[PageUse]:
+        """Return what it does with its pages; they are unknown where they are not on the CPU."""
+        return transfer_uses(self, direction, self.host_indices, self.device_indices)
 
     @property
     def quota(self) -> dict[str, int]:
@@ -205,7 +205,8 @@ class TransferHandle(InFlightOperation):
         # Kept as long as the handle: what an asynchronous copy reads belongs to its operation.
         self.transfers = tuple(transfers)
         self._parts = tuple(parts)
-        self._separate: list[int] | None = None  # numbers of the parts that go on, once they are tried one by one
+        # The parts that go on, by number, once they are tried one by one.
+        self._separate: dict[int, Sequence[L2Transfer]] | None = None
         self.device_released = device.signal()
         self.host_ready = device.signal()
         self.layer_events: tuple[Signal, ...] = tuple([device.signal() for _ in range(layers)])
@@ -224,11 +225,6 @@ class TransferHandle(InFlightOperation):
         return [result for _, result in self._moved]
 
     @property
-    def moves_on_cpu(self) -> bool:
-        """Whether the thread that runs it moves bytes itself, instead of queueing copies."""
-        return self._device.moves_on_cpu(self.transfers)
-
-    @property
     def has_failed(self) -> bool:
         """Whether all or a part of it has failed."""
         return self.error is not None or bool(self.part_errors)
@@ -243,7 +239,7 @@ class TransferHandle(InFlightOperation):
             return self.error
         filled: InFlight[int] = InFlight()
         for number in self.part_errors:
-            filled.add(number, [each.use(use.side.side, Access.WRITE) for each in self._parts[number]])
+            filled.add(number, [part_use for each in self._parts[number] for part_use in each.uses(self.direction)])
         return next((self.part_errors[number] for number in filled.users(use, (Access.WRITE,))), None)
 
     def cancel(self) -> None:
@@ -265,7 +261,7 @@ class TransferHandle(InFlightOperation):
                 self._attempt(self._check_writers_of)
                 self._writers = ()
             self._device.before_transfer(self.transfers)
-            self._clock = self._device.clock()
+            clock = self._clock = self._device.clock()
             for step, event in self._steps():
                 if self._parts:
                     self._attempt(step)
@@ -273,11 +269,13 @@ class TransferHandle(InFlightOperation):
                     step(self.transfers)
                 if event is not None:
                     event.fire()
+            released = [result.device_released for _, result in self._moved]
+            ready = [result.host_ready for _, result in self._moved]
             if self.direction is Direction.WRITE_BACK:
-                ends = self._ends()
+                ends = (_cuda_events(released), _cuda_events(ready))
             if self._separate is not None:
                 self._settle()
-            self._stop_clock()
+            clock.stop([event for event in (*released, *ready) if event is not None])
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -312,42 +310,38 @@ class TransferHandle(InFlightOperation):
 
         A step may be repeated for rows that it has moved already: no event has fired yet that would let them be read.
         """
-        if self._separate is not None:
-            self._attempt_separately(step)
-            return
-        try:
-            step(self.transfers)
-        except OperationCancelledError:
-            raise
-        except Exception as error:
-            if not self._parts:
-                raise
-            if not isinstance(error, SourceFailedError):
-                self._settle()
-            self._separate = list(range(len(self._parts)))
-            self._attempt_separately(step)
-            if not self.part_errors:
-                self._count_failure(error)  # no part is at fault, but the time it cost should be seen
-
-    def _attempt_separately(self, step: _Step) -> None:
-        for number in self._separate or ():
+        whole_error: Exception | None = None
+        if self._separate is None:
             try:
-                step(self._parts[number])
+                step(self.transfers)
+                return
             except OperationCancelledError:
                 raise
             except Exception as error:
+                if not self._parts:
+                    raise
+                if not isinstance(error, SourceFailedError):
+                    self._settle()
+                whole_error, self._separate = error, dict(enumerate(self._parts))
+        for number, part in list(self._separate.items()):
+            try:
+                step(part)
+            except OperationCancelledError:
+                raise
+            except Exception as error:
+                del self._separate[number]
                 self.part_errors[number] = error
                 self._count_failure(error)
-        self._separate = [number for number in self._separate or () if number not in self.part_errors]
         if not self._separate:
             raise next(iter(self.part_errors.values()))
+        if whole_error is not None and not self.part_errors:
+            self._count_failure(whole_error)  # no part is at fault, but the time it cost should be seen
 
     def _check_writers_of(self, transfers: Sequence[L2Transfer]) -> None:
         for writer in self._writers:
             if not writer.handle.has_failed:
                 continue
-            for transfer in transfers:
-                use = transfer.use(writer.use.side.side, Access.READ)
+            for use in (use for transfer in transfers for use in transfer.uses(self.direction)):
                 if use.side == writer.use.side:
                     writer.check(use)
 
@@ -409,17 +403,6 @@ class TransferHandle(InFlightOperation):
 
     # Ends
 
-    def _ends(self) -> _Ends:
-        return (
-            _cuda_events(result.device_released for _, result in self._moved),
-            _cuda_events(result.host_ready for _, result in self._moved),
-        )
-
-    def _stop_clock(self) -> None:
-        if self._clock is not None:
-            events = (event for _, result in self._moved for event in (result.device_released, result.host_ready))
-            self._clock.stop([event for event in events if event is not None])
-
     def _fail(self, error: BaseException) -> None:
         self.error = error
         self._writers = ()
@@ -452,20 +435,16 @@ class TransferHandle(InFlightOperation):
 
     def _record(self, seconds: float) -> None:
         direction = self.direction.value
-        counts: dict[tuple[str, Labels], float] = {}
+        counts: defaultdict[tuple[str, Labels], float] = defaultdict(float)
         seen: set[int] = set()
         for transfer, result in self._moved:
             labels = (("direction", direction), ("path", result.path), ("pool", transfer.name))
-            for name, amount in (
-                ("transfer_bytes", result.bytes),
-                # Every layer moves the same runs of pages; they count once.
-                ("transfer_runs", 0 if id(transfer) in seen else result.runs),
-                ("transfer_operations", 1),
-            ):
-                counts[name, labels] = counts.get((name, labels), 0) + amount
+            counts["transfer_bytes", labels] += result.bytes
+            counts["transfer_operations", labels] += 1
+            # Every layer moves the same runs of pages; they count once.
+            counts["transfer_runs", labels] += 0 if id(transfer) in seen else result.runs
             if result.path == "reference":
-                fallback = ("fallbacks", (("direction", direction), ("reason", result.reason)))
-                counts[fallback] = counts.get(fallback, 0) + 1
+                counts["fallbacks", (("direction", direction), ("reason", result.reason))] += 1
             seen.add(id(transfer))
         self._metrics.add(counts)
         self._metrics.observe("transfer_submit_seconds", seconds, direction=direction)
@@ -475,13 +454,12 @@ _Step = Callable[[Sequence[L2Transfer]], None]
 _Ends = tuple[tuple[torch.cuda.Event, ...] | None, tuple[torch.cuda.Event, ...] | None]
 
 
-def _cuda_events(events: Iterable[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...] | None:
+def _cuda_events(events: Sequence[torch.cuda.Event | None]) -> tuple[torch.cuda.Event, ...] | None:
     """Return the events, or None for none; where one is missing, also what the current stream holds now."""
-    listed = list(events)
-    known = tuple(event for event in listed if event is not None)
+    known = tuple(event for event in events if event is not None)
     if not known:
         return None
-    return known if len(known) == len(listed) else (*known, torch.cuda.current_stream().record_event())
+    return known if len(known) == len(events) else (*known, torch.cuda.current_stream().record_event())
 
 
 def words(direction: Direction) -> str:

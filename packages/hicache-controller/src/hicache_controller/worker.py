@@ -48,6 +48,8 @@ class Worker:
 
     Attributes
     ----------
+    device
+        As given.
     depth
         Pages waiting.
     stopping
@@ -57,7 +59,7 @@ class Worker:
     def __init__(self, name: str, device: Device, *, synchronous: bool = False, max_pages: int | None = None) -> None:
         refuse_in_forks(self)
         self._name = name
-        self._device = device
+        self.device = device
         self._max_pages = max_pages
         self._changed = threading.Condition()  # guards the jobs that wait, their pages, and whether one runs
         self._jobs: deque[tuple[InFlightOperation, Sequence[Event]]] = deque()
@@ -87,7 +89,7 @@ class Worker:
             the job.
         """
         if self._thread is None and not self.stopping:  # the caller's thread alone runs jobs
-            with self._device.scope():
+            with self.device.scope():
                 self._run(job, after)
             return True
         pages = job.pages
@@ -108,7 +110,7 @@ class Worker:
             job.abandon(WorkerStoppedError(f"thread {self._name} was closed before this could start"))
             return False
         try:
-            with self._device.scope():
+            with self.device.scope():
                 self._run(job, after)
         finally:
             self._end()
@@ -150,7 +152,7 @@ class Worker:
         return self._max_pages is None or self.stopping or not self._jobs or self.depth + pages <= self._max_pages
 
     def _work(self) -> None:
-        with self._device.scope():
+        with self.device.scope():
             while True:
                 with self._changed:
                     while self._running or not (self._jobs or self.stopping):
@@ -171,7 +173,7 @@ class Worker:
     def _run(self, job: InFlightOperation, after: Sequence[Event]) -> None:
         try:
             for event in after:
-                while not (self.stopping or self._device.order(event, _STOP_CHECK_SECONDS)):
+                while not (self.stopping or self.device.order(event, _STOP_CHECK_SECONDS)):
                     pass
         except Exception as error:  # such as after a fault of the device: those who wait for the job must learn of it
             job.abandon(error)
