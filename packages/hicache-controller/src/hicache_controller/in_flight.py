@@ -61,7 +61,7 @@ def pages_of(indices: torch.Tensor, page_size: int) -> Pages | None:
     numpy.ndarray or None
         int64 page numbers, each once; None where the indices are not on the CPU.
     """
-    if indices.device.type != "cpu":
+    if not indices.is_cpu:
         return None
     # With one slot a page the slots are the pages: a copy, for the tensor is the caller's.
     slots = indices.numpy().astype(np.int64, copy=page_size == 1)
@@ -76,11 +76,11 @@ def aligned_blocks(slots: npt.NDArray[Any], size: int) -> Pages | None:
 
     None where they consist of anything else. Costs one comparison a slot.
     """
-    firsts = slots[::size]
-    if len(slots) % size or (firsts % size).any():
+    if len(slots) % size or (len(slots) and slots[0] % size):
         return None
     breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
-    if (breaks % size).any():
+    firsts = slots[::size]
+    if len(breaks) and ((breaks % size).any() or (firsts % size).any()):
         return None
     blocks: Pages = firsts // size
     return blocks

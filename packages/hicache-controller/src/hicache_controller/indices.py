@@ -50,7 +50,7 @@ def own_indices(indices: torch.Tensor) -> torch.Tensor:
     follows the caller's event alone.
     """
     # numpy, for the same reason as below.
-    return torch.from_numpy(indices.numpy().copy()) if indices.device.type == "cpu" else indices
+    return torch.from_numpy(indices.numpy().copy()) if indices.is_cpu else indices
 
 
 def check_form(name: str, indices: torch.Tensor, page_size: int) -> None:
@@ -66,7 +66,7 @@ def check_form(name: str, indices: torch.Tensor, page_size: int) -> None:
 
 def check_range(name: str, indices: torch.Tensor, slots: int | None) -> None:
     """Raise ValueError where indices on the CPU are out of range; others are not read."""
-    if indices.device.type != "cpu":
+    if not indices.is_cpu:
         return
     # numpy: the call is short, and torch would wake a thread pool for it.
     array = indices.numpy()
@@ -82,12 +82,12 @@ def check_device_indices(name: str, indices: torch.Tensor, entry: PoolEntry) -> 
     """
     page_size = int(entry.host_pool.page_size)
     check_form(name, indices, page_size)
-    if indices.device.type != "cpu":
+    if not indices.is_cpu:
         return
     slots, known = indices.numpy(), device_slot_count(entry)
     blocks = aligned_blocks(slots, page_size)
     numbers, size = (slots, 1) if blocks is None else (blocks, page_size)
-    ascending = (numbers[1:] > numbers[:-1]).all()
+    ascending = len(numbers) == 1 or (numbers[1:] > numbers[:-1]).all()
     if not ascending or slots[0] < 0 or (known is not None and slots[-1] >= known):
         check_range(name, indices, known)
     if not ascending:

@@ -135,7 +135,7 @@ def join_indices(indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate index tensors as int64; where only some are on a device, all go there, without waiting for it."""
     if len(indices) == 1:
         return indices[0]
-    device = next((each.device for each in indices if each.device.type != "cpu"), torch.device("cpu"))
+    device = next((each.device for each in indices if not each.is_cpu), torch.device("cpu"))
     return torch.cat([each.to(device, torch.int64, non_blocking=True) for each in indices])
 
 

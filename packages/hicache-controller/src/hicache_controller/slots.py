@@ -158,7 +158,7 @@ class Slots:
         """
         page_size = int(entry.host_pool.page_size)
         check_form("host_indices", host_indices, page_size)
-        if host_indices.device.type != "cpu":
+        if not host_indices.is_cpu:
             raise ValueError(f"host_indices is on {host_indices.device}; host slots are named on cpu")
         if pages is not None and host_indices.numel() != pages * page_size:
             raise ValueError(

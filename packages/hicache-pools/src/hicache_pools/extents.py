@@ -128,9 +128,12 @@ class ExtentAllocator:
         runs = self._take(pages)
         if runs is None:
             return None
+        slots = _numbers(runs, self._page_size)
+        if not torch.is_inference_mode_enabled():
+            return torch.from_numpy(slots)
         # Indices outlive the mode they were made in, and a tensor made in inference mode cannot be changed outside it.
         with torch.inference_mode(False):
-            return torch.from_numpy(_numbers(runs, self._page_size))
+            return torch.from_numpy(slots)
 
     def alloc_pages(self, n: int) -> PageArray | None:
         """Take pages.
@@ -289,6 +292,8 @@ class ExtentAllocator:
         first = slots[:whole:size]
         # Where slots do not follow each other a page begins: one comparison a slot.
         breaks = (slots[1:] - slots[:-1] != 1).nonzero()[0] + 1
+        if not len(breaks) and whole == len(slots) > 0 and not slots[0] % size:
+            return np.arange(slots[0] // size, slots[-1] // size + 1)
         if whole == len(slots) and not ((first % size).any() or (breaks % size).any()):
             return first // size
         table = slots[:whole].reshape(-1, size)
@@ -323,19 +328,19 @@ class ExtentAllocator:
     def _ordered(self, pages: PageArray, unit: int) -> PageArray:
         """Sort pages, at least one; ValueError where one is out of range or there twice."""
         # Compared, not subtracted: differences of foreign values may overflow.
-        ordered = np.sort(pages) if (pages[1:] <= pages[:-1]).any() else pages
+        rising = len(pages) == 1 or (pages[1:] > pages[:-1]).all()
+        ordered = pages if rising else np.sort(pages)
         if ordered[0] < 0 or ordered[-1] >= self._page_num:
             wrong = pages[(pages < 0) | (pages >= self._page_num)][0]
             raise ValueError(f"index {wrong * unit} is foreign: it is not in 0..{self._page_num * unit - 1}")
-        steps = ordered[1:] - ordered[:-1]
-        if not steps.all():
+        if not rising and not (steps := ordered[1:] - ordered[:-1]).all():
             raise ValueError(f"index {ordered[np.argmin(steps)] * unit} is given more than once in one call")
         return ordered
 
     def _check_taken(self, pages: PageArray, unit: int) -> None:
         """Raise ValueError where a page is free; with the lock held."""
         free = self._index.free[pages]
-        if free.any():
+        if np.count_nonzero(free):
             raise ValueError(
                 f"index {pages[np.argmax(free)] * unit} is free already: it was given back, or never taken"
             )
@@ -348,6 +353,8 @@ def _numbers(runs: list[Run], size: int) -> PageArray:
 
 
 def _slots(indices: Any) -> PageArray:
+    if type(indices) is torch.Tensor and indices.is_cpu and indices.dtype is torch.int64 and indices.ndim == 1:
+        return indices.numpy()
     if isinstance(indices, torch.Tensor):
         check_tensor("indices", indices, "one dimension of integers")
     return _integers("indices", indices.detach().cpu().numpy() if isinstance(indices, torch.Tensor) else indices)
