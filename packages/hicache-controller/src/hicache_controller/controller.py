@@ -111,7 +111,9 @@ class HiCacheController:
         parts = (self._plan, self.engine, self._slots, self.layer_done_counter, self.agreement, self.engine_calls)
         self._writes, self._loads = (OperationQueue(direction, *parts) for direction in Direction)
         settings = storage if storage is not None else StorageSettings()
-        self.storage = StorageLink(self.engine, self.agreement, settings=settings, synchronous=synchronous)
+        self.storage = StorageLink(
+            self.engine, self.agreement, self.engine_calls, settings=settings, synchronous=synchronous
+        )
         self._closed = self._stopped = False
         self.metrics.gauge("write_queue_operations", lambda: len(self._writes))
         self.metrics.gauge("load_queue_operations", lambda: len(self._loads))
@@ -154,6 +156,11 @@ class HiCacheController:
     def storage_host_pool(self) -> Any:
         """The anchor's physical host pool, which storage works on."""
         return self.host_group.anchor_entry.host_pool
+
+    @property
+    def idle(self) -> bool:
+        """Whether a poll of writes or loads would find nothing to do, and no operation waits to be started."""
+        return not (self._writes.busy or self._loads.busy)
 
     def add_entry(self, entry: PoolEntry) -> None:
         """Add a pool to the group, as its ``add_entry`` does, and to the storage if one is attached.

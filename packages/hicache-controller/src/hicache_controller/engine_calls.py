@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from .interrupts import hold_interrupts, let_interrupts_in
+from .wait_bound import WaitBound
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,24 @@ class EngineCalls:
     ----------
     name
         What is called, for messages.
+
+    Attributes
+    ----------
+    depth
+        Calls under way, one within the other.
+    bound
+        What the call's waits for storage share, from the first of them to its end; see ``StorageLink.one_call``.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: int | None = None
         self._thread_name = ""
-        self._depth = 0
+        self.depth = 0
         self._holds = False
         self._error: BaseException | None = None
+        self.bound: WaitBound | None = None
+        self._bound_before: WaitBound | None = None
 
     # The thread
 
@@ -66,7 +76,7 @@ class EngineCalls:
         RuntimeError
             While another thread is in a call.
         """
-        if self._depth and self._thread != threading.get_ident():
+        if self.depth and self._thread != threading.get_ident():
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} adopts the {self._name}, which thread "
                 f"{self._thread_name!r} is in a call of; adopt_thread() must come after that call"
@@ -83,18 +93,19 @@ class EngineCalls:
         """Begin a public call."""
         if self._thread != threading.get_ident():
             self.check_thread()
-        if not self._depth:
+        if not self.depth:
             self._holds = hold_interrupts()
-        self._depth += 1
+            self._bound_before = self.bound
+        self.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """End it; the outermost raises the first error of a callback, unless an interrupt leaves it."""
-        self._depth -= 1
-        if self._depth:
+        self.depth -= 1
+        if self.depth:
             return
-        first = self._error
+        first, self.bound = self._error, self._bound_before
         try:
             if first is not None:
                 self._error = None
@@ -124,7 +135,7 @@ class EngineCalls:
     def raise_first(self) -> None:
         """Raise the first error of a callback, unless an outer public call will."""
         error = self._error
-        if error is not None and self._depth <= 1:
+        if error is not None and self.depth <= 1:
             self._error = None
             raise error
 

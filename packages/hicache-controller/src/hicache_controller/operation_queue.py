@@ -148,6 +148,11 @@ class OperationQueue:
         self._acks: list[Ack] = []
         slots.queues[direction] = self
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation waits or was started, an ack is kept, or slots wait to be freed."""
+        return bool(self.waiting or self.started or self._acks or self._slots.deferred)
+
     def __len__(self) -> int:
         return len(self.waiting) + len(self.started)
 

@@ -15,6 +15,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from .agreement import Agreement
 from .devices import CpuDevice
+from .engine_calls import EngineCalls
 from .events import Event
 from .failure_log import LogLimit
 from .in_flight import PageUse
@@ -64,6 +65,8 @@ class StorageLink:
         Knows which host slots are in flight.
     agreement
         Of the ranks.
+    calls
+        The public calls, each with one bound for its waits.
     settings
         See :class:`StorageSettings`.
     synchronous
@@ -78,11 +81,17 @@ class StorageLink:
     """
 
     def __init__(
-        self, engine: L2TransferEngine, agreement: Agreement, *, settings: StorageSettings, synchronous: bool
+        self,
+        engine: L2TransferEngine,
+        agreement: Agreement,
+        calls: EngineCalls,
+        *,
+        settings: StorageSettings,
+        synchronous: bool,
     ) -> None:
         self.settings = settings
         self.changes = 0
-        self._bound: WaitBound | None = None  # of the outermost block of one_call
+        self._calls = calls
         self._engine = engine
         self._metrics = engine.metrics
         self._agreement = agreement
@@ -102,16 +111,17 @@ class StorageLink:
     def one_call(self, timeout: float | None = None) -> Iterator[WaitBound]:
         """Bound what is waited for storage in a ``with`` block, in sum, by ``timeout`` or ``max_wait_seconds``.
 
-        Without ``timeout``, the bound of a block around this one holds.
+        Without ``timeout``, the bound of a block around this one, or of an earlier one in the same public call, holds.
         """
-        bound = outer = self._bound
+        bound = outer = self._calls.bound
         if bound is None or timeout is not None:
             bound = WaitBound(self.settings.max_wait_seconds if timeout is None else timeout)
-        self._bound = bound
+        self._calls.bound = bound
         try:
             yield bound
         finally:
-            self._bound = outer
+            if timeout is not None or not self._calls.depth:
+                self._calls.bound = outer
 
     def skipped(self, pages: int, pool: str = ANCHOR) -> None:
         """Count pages that storage does not get as it was too slow for them, and log that once in a while."""

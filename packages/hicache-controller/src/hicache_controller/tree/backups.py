@@ -255,6 +255,12 @@ class Backups:
 
     # What storage does by itself
 
+    @property
+    def idle(self) -> bool:
+        """Whether no backup runs or waits, and storage has changed nothing."""
+        known = self._pools.controller.storage.changes == self._storage_changes and not self.presence.news
+        return known and not (self.running or self._waiting or len(self.presence) > _MIN_CLEANUP)
+
     def follow_storage(self) -> None:
         """Notice a change of storage and what it has removed; store what is queued."""
         if self._pools.controller.storage.changes != self._storage_changes:

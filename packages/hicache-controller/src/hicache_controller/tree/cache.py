@@ -340,12 +340,16 @@ class UnifiedRadixCache:
 
     # Transfers in flight
 
-    @tree_call
     def poll(self, *, wait: bool = False) -> bool:
         """Handle finished transfers (with ``wait``, at least one if any is in flight); returns whether there were any.
 
         Storage is waited for within the scheduler's bound, so that False may come while backups run; see :meth:`drain`.
         """
+        self.engine_calls.check_thread()
+        return not self._transfers.idle and self._poll(wait)
+
+    @tree_call
+    def _poll(self, wait: bool) -> bool:
         return self._transfers.poll(wait=wait)
 
     @tree_call

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from ..controller import HiCacheController
 from ..engine_calls import EngineCalls
 
 
-class HasController(Protocol):
-    """Moves bytes by a controller, whose thread and seam to the engine it shares."""
+class HasCalls(Protocol):
+    """Has public calls, by the seam to the engine that its controller has, too."""
 
-    controller: HiCacheController
     engine_calls: EngineCalls
 
 
-Tree = TypeVar("Tree", bound=HasController)
+Tree = TypeVar("Tree", bound=HasCalls)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -25,14 +23,11 @@ Result = TypeVar("Result")
 def tree_call(
     method: Callable[Concatenate[Tree, Arguments], Result],
 ) -> Callable[Concatenate[Tree, Arguments], Result]:
-    """Make a method a public call of :class:`EngineCalls`.
-
-    Its waits for storage share one bound, ``StorageSettings.max_wait_seconds``, except where it sets another.
-    """
+    """Make a method a public call of :class:`EngineCalls`."""
 
     @wraps(method)
     def call(tree: Tree, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        with tree.engine_calls, tree.controller.storage.one_call():
+        with tree.engine_calls:
             return method(tree, *arguments, **keywords)
 
     return call

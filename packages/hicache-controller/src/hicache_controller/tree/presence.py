@@ -46,6 +46,11 @@ class StoragePresence:
         """Note what storage no longer has, under the pool's name there; on any thread."""
         self._arrived.append((pool, keys))
 
+    @property
+    def news(self) -> bool:
+        """Whether anything was noted since the last call of :meth:`take_noted`."""
+        return bool(self._arrived)
+
     def take_noted(self) -> dict[str, list[bytes]]:
         """Return what was noted since the last call, for :meth:`removed`."""
         noted: dict[str, list[bytes]] = {}

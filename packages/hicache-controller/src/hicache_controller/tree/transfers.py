@@ -229,6 +229,11 @@ class Transfers:
 
     # Outcomes
 
+    @property
+    def idle(self) -> bool:
+        """Whether a poll would find nothing to do."""
+        return self._pools.controller.idle and not (self.writes or self.loads) and self._backups.idle
+
     def poll(self, *, wait: bool = False) -> bool:
         """Handle what is done; see :meth:`UnifiedRadixCache.poll`."""
         controller, running = self._pools.controller, self._backups.running
