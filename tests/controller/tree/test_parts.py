@@ -13,10 +13,10 @@ import pytest
 import hicache_controller.tree
 from hicache_controller.engine_calls import EngineCalls
 from hicache_controller.tree import Quota, UnifiedRadixCache
-from hicache_controller.tree.node import Pin, unpack
+from hicache_controller.tree.node import unpack
 from hicache_controller.tree.order import EvictionOrder
 from hicache_controller.tree.radix_tree import RadixTree
-from hicache_controller.tree.results import Match
+from hicache_controller.tree.results import Match, Request
 
 KeysOf = Callable[[Any], list[bytes]]
 SOURCES = sorted(Path(hicache_controller.tree.__file__).parent.glob("*.py"))
@@ -33,20 +33,20 @@ def make_tree(strategy: str = "lru") -> RadixTree:
     return RadixTree(1, EvictionOrder(strategy, {}), EngineCalls("tree"), Clock())
 
 
-def request(tree: RadixTree, keys: list[bytes]) -> Match:
-    return Match(b"".join(keys), 0, 0, tree.root, tree.root, Pin(), Pin(), tree.usage(None))
+def request(tree: RadixTree, keys: list[bytes]) -> Request:
+    return Request(b"".join(keys), tree.usage(None), 0, None)
 
 
 def add(tree: RadixTree, keys: list[bytes], *, device: bool = True) -> Match:
     """Give a request's pages, numbered by their depth, to the tree; returns its pinned match."""
     tree.order.tick += 1
     asked = request(tree, keys)
-    node, at = tree.walk(tree.root, asked.keys, 0)
-    match = tree.pin_match(asked, node, at)
+    match = tree.pin_match(asked, tree.walk(asked.keys))
+    at, node = match.pages, match.node
     for node, own in tree.follow(match, len(keys) - at):
         tree.set_part(node, np.arange(at, len(keys))[own], device=device)
     tree.unpin_match(match)
-    return tree.pin_match(asked, node, len(keys))
+    return tree.pin_match(asked, node)
 
 
 def test_walking_splits_a_node_where_keys_differ_and_each_part_keeps_its_pages(keys_of: KeysOf) -> None:
@@ -54,8 +54,8 @@ def test_walking_splits_a_node_where_keys_differ_and_each_part_keeps_its_pages(k
     tree.unpin_match(add(tree, keys_of((1, 2, 3, 4))))
     tree.unpin_match(add(tree, keys_of((1, 2, 5))))
     assert [(node.depth, list(unpack(node.device))) for node in tree.nodes()] == [(2, [0, 1]), (3, [2]), (4, [2, 3])]
-    node, at = tree.walk(tree.root, b"".join(keys_of((1, 9))), 0)
-    assert (node.pages, at) == (1, 1)
+    node = tree.walk(b"".join(keys_of((1, 9))))
+    assert (node.pages, node.depth) == (1, 1)
     assert [shared for _, shared in tree.known(tree.root, b"".join(keys_of((1, 2, 3))))] == [1, 1, 1]
 
 

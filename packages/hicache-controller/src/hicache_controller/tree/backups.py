@@ -80,14 +80,14 @@ class Backups:
         if node.host is None:
             return
         parts = [part for part in node.windows if _is_part_to_store(part)]
-        operation = Operation(self._tree.new_id(), [node], whole=not node.stored)
+        operation = Operation(self._tree.new_id(), nodes=[node], whole=not node.stored)
         keys = key_list(node.keys)
         transfers = []
         for part in parts:
             pages = NO_PAGES if part.host is None else unpack(part.host)
-            operation.host_pin.hold(part, device=False)
+            operation.host_pin.hold(part)
             slots = self._pools.slots(pages, part.name)
-            transfers.append(trailing(part.name, host_indices=slots, keys=keys[len(keys) - len(pages) :]))
+            transfers.append(trailing(part.name, slots, keys=keys[len(keys) - len(pages) :]))
         parents: list[bytes | None] = [node.key_before(0), *keys[:-1]]
         # Of a node that is stored the last page is named again: windows are stored only along with pages of the anchor.
         first = len(keys) - 1 if node.stored else 0
@@ -176,8 +176,8 @@ class Backups:
         tail = operation.nodes[0]
         complete = stored_pages == operation.pages
         parts = list(operation.host_pin.parts)
-        self._tree.unpin(host_pin=operation.host_pin)
-        nodes = [node for node in tail.path() if node in operation.nodes][::-1]
+        self._tree.unpin(operation.host_pin)
+        nodes = operation.heads_first()
         if complete:
             self._mark_windows(sorted(parts, key=lambda part: nodes.index(part.node)), stored_windows)
         for node in nodes:

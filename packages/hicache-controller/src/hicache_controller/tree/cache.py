@@ -23,7 +23,6 @@ from .components import WindowComponent, WindowPool
 from .events import Events, Listener
 from .evictor import Evictor
 from .keys import SequenceKeys
-from .loads import Loads
 from .node import Pages, TreeNode
 from .order import EvictionOrder
 from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, WritePolicy
@@ -118,10 +117,9 @@ class UnifiedRadixCache:
         self._backups = backups = Backups(tree, pools, clock)
         self._transfers = transfers = Transfers(tree, pools, backups)
         self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self)
-        self._loads = loads = Loads(tree, pools, transfers, evictor, self)
         self._prefetches = Prefetches(tree, pools, backups, evictor)
-        self._requests = Requests(tree, pools, evictor, loads)
-        self._retraction = Retraction(tree, pools, transfers, evictor, loads)
+        self._requests = requests = Requests(tree, pools, transfers, evictor, self)
+        self._retraction = Retraction(tree, pools, transfers, evictor, requests)
 
     @property
     def root(self) -> TreeNode:
@@ -331,12 +329,12 @@ class UnifiedRadixCache:
 
         ValueError if the match was released or replaced before.
         """
-        return self._loads.load_back(match, wait=wait)
+        return self._requests.load_back(match, wait=wait)
 
     @tree_call
     def settle(self, match: Match) -> Match:
         """Wait for the loads that fill a match; the match it returns replaces it, shorter if one failed."""
-        return self._loads.settle(match)
+        return self._requests.settle(match)
 
     # Transfers in flight
 

@@ -109,17 +109,9 @@ def window_rank(part: WindowPart) -> tuple[float, ...]:
 
 
 def trailing(
-    pool: str,
-    *,
-    host_indices: torch.Tensor | None = None,
-    device_indices: torch.Tensor | None = None,
-    keys: Sequence[bytes] | None = None,
+    pool: str, slots: torch.Tensor | None = None, *, on_device: bool = False, keys: Sequence[bytes] | None = None
 ) -> PoolTransfer:
-    """Return the transfer of a windowed pool, whose pages are the last ones of a prefix."""
-    return PoolTransfer(
-        pool,
-        host_indices=host_indices,
-        device_indices=device_indices,
-        keys=keys,
-        hit_policy=PoolHitPolicy.TRAILING_PAGES,
-    )
+    """Return the transfer of slots of a windowed pool, whose pages are the last ones of a prefix."""
+    host, device = (None, slots) if on_device else (slots, None)
+    policy = PoolHitPolicy.TRAILING_PAGES
+    return PoolTransfer(pool, host_indices=host, device_indices=device, keys=keys, hit_policy=policy)

@@ -83,12 +83,14 @@ class Events:
         self._page_size = page_size
         self._calls = calls
 
-    def pages(self, change: Change, tier: Tier, pool: str, node: TreeNode, first: int, end: int) -> None:
-        """Report some of a node's pages."""
+    def held(self, change: Change, held: TreeNode | WindowPart, *, device: bool, skip: int = 0) -> None:
+        """Report what a node or a window part has on the device or on the host, except its last ``skip`` pages."""
         if self.listener is None:
             return
+        node, pool = (held, self.anchor) if isinstance(held, TreeNode) else (held.node, held.name)
+        first, end = node.pages - held.count(device=device), node.pages - skip
         keys = tuple(key_list(node.keys[first * KEY_BYTES : end * KEY_BYTES]))
-        self.run(change, tier, pool, keys, node.key_before(first), node, first)
+        self.run(change, tier(device=device), pool, keys, node.key_before(first), node, first)
 
     def run(
         self,
@@ -108,22 +110,9 @@ class Events:
             tokens = node.tokens[first * self._page_size : (first + len(keys)) * self._page_size]
         self._calls.call(self.listener, CacheEvent(change, tier, pool, keys, parent, tokens))
 
-    def node(self, change: Change, tier: Tier, node: TreeNode) -> None:
-        """Report all pages of a node."""
-        self.pages(change, tier, self.anchor, node, 0, node.pages)
-
-    def window(self, change: Change, tier: Tier, part: WindowPart, pages: int, skip: int = 0) -> None:
-        """Report the last ``pages`` pages of a part's node, except the very last ``skip``."""
-        self.pages(change, tier, part.name, part.node, part.node.pages - pages, part.node.pages - skip)
-
     def all_removed(self, node: TreeNode) -> None:
         """Report that a node and its windows leave every tier that they were reported in."""
-        for part in node.windows:
-            if part.on_device and part.load is None:
-                self.window(Change.REMOVED, Tier.DEVICE, part, part.on_device)
-            if part.on_host and part.write is None:
-                self.window(Change.REMOVED, Tier.HOST, part, part.on_host)
-        if node.device is not None and node.load is None:
-            self.node(Change.REMOVED, Tier.DEVICE, node)
-        if node.host is not None and node.write is None:
-            self.node(Change.REMOVED, Tier.HOST, node)
+        for held in node.holders():
+            for device in (True, False):
+                if held.count(device=device) and held.transfer(device=device) is None:
+                    self.held(Change.REMOVED, held, device=device)

@@ -9,13 +9,13 @@ import torch
 
 from .allocator import PageAllocator
 from .backups import Backups
-from .node import Pages, TreeNode, WindowPart
+from .node import Pages, Pin, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
 from .pools import Pools
 from .queue import NamespaceUsage, TierQueues
 from .radix_tree import RadixTree
 from .results import Match
-from .transfers import Transfers, has_prefix_on_host
+from .transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class Evictor:
         self.use(node, priority)
         if self._settings.write_policy is WritePolicy.WRITE_THROUGH:
             self._write_through(node)
-            self._transfers.start_writing()
+            self._pools.controller.start_writing()
 
     def _write_through(self, node: TreeNode) -> None:
         """Write a prefix and its windows to the host; an error is logged, as the caller's own work is done by then."""
@@ -314,26 +314,23 @@ class Evictor:
         return True
 
     def _write(self, node: TreeNode) -> bool:
-        if node.device is None or node.pages * self._tree.page_size > self._pools.controller.mem_pool_host.size:
+        prefix = node.parent or self._tree.root
+        if node.pages * self._tree.page_size > self._pools.controller.mem_pool_host.size:
             return False
-        if not has_prefix_on_host(node):
-            return False
-        operation, parent = self._transfers.new(), node.parent
+
+        def queue() -> bool:
+            # While room is made, a load of the node or of its prefix may fail, or a write of its prefix.
+            on_host = prefix is self._tree.root or prefix.host is not None
+            return on_host and self._transfers.move([node], {}, device=False)
+
         # Whatever the eviction below frees, it is neither this node nor its prefix.
         self._tree.lock(node, device=True)
-        if parent is not None:
-            self._tree.lock(parent, device=False)
+        self._tree.lock(prefix, device=False)
         try:
-            queued = self._quota_allows(node) and self._transfers.write_node(operation, node)
-            if not queued and self._quota_allows(node) and self.evict_host(node.pages):
-                # While room was made, a load of the node or of its prefix may have failed, or a write of its prefix.
-                queued = self._transfers.write_node(operation, node)
-            return queued
+            return self._quota_allows(node) and (queue() or (self.evict_host(node.pages) > 0 and queue()))
         finally:
-            if parent is not None:
-                self._tree.unlock(parent, device=False)
-            if node.write is not operation:
-                self._tree.unlock(node, device=True)
+            self._tree.unlock(prefix, device=False)
+            self._tree.unlock(node, device=True)
 
     def _quota_allows(self, node: TreeNode) -> bool:
         """Return whether the namespace may have the node on the host too, after evicting its other leaves if needed."""
@@ -351,16 +348,13 @@ class Evictor:
         if part.device is None or part.on_host >= part.on_device or part.host_pins:
             return False
         self._pools.drop_window(part, device=False)
-        operation = self._transfers.new()
-        operation.device_pin.hold(part, device=True)
+        pin = Pin(device=True)
+        pin.hold(part)
         try:
-            queued = self._transfers.write_window(operation, part)
-            if not queued and self.evict_window_host(part.name, part.on_device):
-                queued = self._transfers.write_window(operation, part)
-            return queued
+            move = partial(self._transfers.move, (), {part.name: [part]}, device=False)
+            return move() or (self.evict_window_host(part.name, part.on_device) > 0 and move())
         finally:
-            if part.write is not operation:
-                self._tree.unpin(operation.device_pin)
+            self._tree.unpin(pin)
 
     def settle_on_host(self, node: TreeNode) -> bool:
         """Wait until the node has a host part, writing it if needed; returns whether it has (the root needs none)."""
@@ -389,35 +383,23 @@ class Evictor:
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate device pages; None if there are too few."""
         pages = self._device.alloc_pages(count) if self.make_device_room(count) else None
-        if self._pools.on_all_ranks(pages is not None):
-            return pages
-        if pages is not None:
-            self._device.free_pages(pages)
-        return None
+        return self._pools.on_all_ranks(pages, self._device.free_pages)
 
     def alloc_window_device(self, name: str, count: int) -> Pages | None:
         """Allocate device pages of a windowed pool; None if there are too few."""
-        pages = self._take_window_device(name, count)
+        alloc, give_back = self._tree.windows[name].alloc_device, partial(self._pools.free, device=True, pool=name)
+        pages = self._pools.on_all_ranks(alloc(count), give_back)
         if pages is None and self.evict_window_device(name, count):
             self._pools.calls.raise_first()
-            pages = self._take_window_device(name, count)
+            pages = self._pools.on_all_ranks(alloc(count), give_back)
         return pages
-
-    def _take_window_device(self, name: str, count: int) -> Pages | None:
-        pages = self._tree.windows[name].alloc_device(count)
-        if self._pools.on_all_ranks(pages is not None):
-            return pages
-        if pages is not None:
-            self._pools.free(pages, device=True, pool=name)
-        return None
 
     def make_window_room(self, name: str, count: int) -> bool:
         """Return whether a windowed pool has room on the device, after evicting; a load that follows takes the same."""
         pages = self.alloc_window_device(name, count)
-        if pages is None:
-            return False
-        self._pools.free(pages, device=True, pool=name)
-        return True
+        if pages is not None:
+            self._pools.free(pages, device=True, pool=name)
+        return pages is not None
 
     def alloc_host(self, count: int) -> torch.Tensor | None:
         """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
@@ -442,8 +424,4 @@ class Evictor:
         self.make_window_host_room(name, count)
         with self._pools.reclaim.held():
             slots = self._pools.controller.host_group.alloc(count * self._tree.windows[name].converter.page_size, name)
-        if self._pools.on_all_ranks(slots is not None):
-            return slots
-        if slots is not None:
-            self._pools.controller.evict_host(slots, pool=name)
-        return None
+        return self._pools.on_all_ranks(slots, partial(self._pools.controller.evict_host, pool=name))

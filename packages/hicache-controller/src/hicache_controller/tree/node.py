@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,12 @@ def cut(packed: PackedPages, at: int) -> tuple[PackedPages, PackedPages]:
     return pack(pages[:at]), pack(pages[at:])
 
 
+def joined(held: Iterable[Tiered], *, device: bool) -> Pages:
+    """Join the page numbers that nodes or window parts have on the device, or on the host."""
+    pages = [unpack(packed) for each in held if (packed := each.part(device=device)) is not None]
+    return np.concatenate(pages) if pages else NO_PAGES
+
+
 _TO_STORE, _STORED = 16, 32
 """Bits of ``queued``, where they take no memory of their own."""
 
@@ -78,16 +84,29 @@ class Tiered:
         """Return its pages on the device, or on the host."""
         return self.device if device else self.host
 
+    def count(self, *, device: bool) -> int:
+        """Return how many pages it has on the device, or on the host."""
+        return packed_count(self.device if device else self.host)
+
     def transfer(self, *, device: bool) -> Operation | None:
         """Return the transfer under way to the device, or to the host."""
         return self.load if device else self.write
 
-    def end_transfer(self, *, device: bool) -> None:
-        """Note that the transfer is over."""
+    def set_part(self, packed: PackedPages | None, *, device: bool) -> None:
+        """Set its pages on the device, or on the host; storage's copy counts only while the host has one."""
         if device:
-            self.load = None
+            self.device = packed
+            return
+        self.host = packed
+        if packed is None:
+            self.stored = False
+
+    def set_transfer(self, operation: Operation | None, *, device: bool) -> None:
+        """Set the transfer under way to the device, or to the host."""
+        if device:
+            self.load = operation
         else:
-            self.write = None
+            self.write = operation
 
     @property
     def stored(self) -> bool:
@@ -110,23 +129,24 @@ class Tiered:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """Window parts that stay on one side while it is held; a split adds the new part."""
+    """Window parts that stay on the device, or on the host, while it is held; a split adds the new part."""
 
+    device: bool
     parts: list[WindowPart] = field(default_factory=list)
 
-    def hold(self, part: WindowPart, *, device: bool) -> None:
-        """Keep one side of a part."""
+    def hold(self, part: WindowPart) -> None:
+        """Keep its side of a part."""
         self.parts.append(part)
-        if device:
+        if self.device:
             part.device_pins = (*part.device_pins, self)
         else:
             part.host_pins = (*part.host_pins, self)
 
-    def release(self, *, device: bool) -> list[WindowPart]:
+    def release(self) -> list[WindowPart]:
         """Release all parts, and return them."""
         parts, self.parts = self.parts, []
         for part in parts:
-            if device:
+            if self.device:
                 part.device_pins = tuple(pin for pin in part.device_pins if pin is not self)
             else:
                 part.host_pins = tuple(pin for pin in part.host_pins if pin is not self)
@@ -141,6 +161,8 @@ class Operation:
     ----------
     id
         The ``node_id`` the controller knows it by.
+    device
+        Whether it fills the device: a load. A write fills the host.
     nodes
         Nodes whose pages move, the tail first; it holds the locks, and so its prefix.
     pages
@@ -156,15 +178,25 @@ class Operation:
     """
 
     id: int
-    nodes: list[TreeNode]
+    device: bool = False
+    nodes: list[TreeNode] = field(default_factory=list)
     pages: int = 0
-    device_pin: Pin = field(default_factory=Pin)
-    host_pin: Pin = field(default_factory=Pin)
+    device_pin: Pin = field(default_factory=lambda: Pin(device=True))
+    host_pin: Pin = field(default_factory=lambda: Pin(device=False))
     holds_device: bool = True
     consumer: int = -1
     whole: bool = True
     failed: bool = False
     done: bool = False
+
+    @property
+    def target_pin(self) -> Pin:
+        """The pin of the side that a load or a write fills."""
+        return self.device_pin if self.device else self.host_pin
+
+    def heads_first(self) -> list[TreeNode]:
+        """Return its nodes in the order of their prefix: all of them are on the tail's path."""
+        return [node for node in self.nodes[0].path() if node in self.nodes][::-1]
 
 
 @dataclass(eq=False, slots=True)
@@ -296,6 +328,10 @@ class TreeNode(Tiered):
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def holders(self) -> tuple[TreeNode | WindowPart, ...]:
+        """Return what has pages of the node: its parts in windowed pools, and the node itself for the anchor."""
+        return *self.windows, self
 
     def key(self, page: int) -> bytes:
         """Key of one page."""

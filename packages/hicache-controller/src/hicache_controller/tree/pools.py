@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,10 +11,12 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from ..controller import HiCacheController
 from .components import SlotPages
-from .events import Change, Events, tier
-from .node import Pages, TreeNode, WindowPart, unpack
+from .events import Change, Events
+from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
 from .radix_tree import RadixTree
 from .reclaim import Reclaim
+
+Taken = TypeVar("Taken")
 
 
 class Pools:
@@ -51,9 +54,13 @@ class Pools:
         agreement = self.controller.agreement
         return value if agreement.broken else agreement.smallest([value])[0]
 
-    def on_all_ranks(self, here: bool) -> bool:
-        """Return whether something holds on every rank."""
-        return bool(self.smallest(int(here)))
+    def on_all_ranks(self, taken: Taken | None, give_back: Callable[[Taken], object]) -> Taken | None:
+        """Return what was taken here if every rank has taken its own; otherwise give it back."""
+        if self.smallest(int(taken is not None)):
+            return taken
+        if taken is not None:
+            give_back(taken)
+        return None
 
     # Pages and slots
 
@@ -67,6 +74,11 @@ class Pools:
 
     def _converter_of(self, pool: str | None) -> SlotPages:
         return self._converter if pool is None else self._tree.windows[pool].converter
+
+    def pages_of(self, transfer: PoolTransfer, *, device: bool) -> Pages:
+        """Return the pages that a transfer of a windowed pool has on the device, or on the host."""
+        slots = transfer.device_indices if device else transfer.host_indices
+        return NO_PAGES if slots is None else self.pages(slots, str(transfer.name))
 
     def free(self, pages: Pages, *, device: bool, pool: str | None = None) -> int:
         """Give pages back; returns how many are free now. Those in flight are freed when their transfers are done."""
@@ -86,15 +98,14 @@ class Pools:
 
     def drop(self, node: TreeNode, *, device: bool) -> int:
         """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
-        packed, moving = node.part(device=device), node.transfer(device=device)
         freed = 0
+        packed = node.part(device=device)
         if packed is not None:
             if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
                 self.controller.storage.skipped(node.pages)
             freed = self.free(unpack(packed), device=device)
+            self._report_removed(node, device=device)
             self._tree.clear_part(node, device=device)
-            if moving is None:
-                self.events.node(Change.REMOVED, tier(device=device), node)
         if not node.present:
             self.remove(node)
         return freed
@@ -120,18 +131,21 @@ class Pools:
             # Queues and old matches may still hold the node; it has nothing any more.
             node.device = node.host = None
 
+    def _report_removed(self, held: TreeNode | WindowPart, *, device: bool) -> None:
+        if held.transfer(device=device) is None:
+            self.events.held(Change.REMOVED, held, device=device)
+
     # Windows
 
     def drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Take one side of a part off its tier; returns its pages."""
-        packed, moving = part.part(device=device), part.transfer(device=device)
+        packed = part.part(device=device)
         if packed is None:
             return 0
         pages = unpack(packed)
         self.free(pages, device=device, pool=part.name)
+        self._report_removed(part, device=device)
         self._tree.clear_window(part, device=device)
-        if moving is None:
-            self.events.window(Change.REMOVED, tier(device=device), part, len(pages))
         return len(pages)
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
@@ -153,7 +167,7 @@ class Pools:
                 part = WindowPart(above, name)
                 above.windows = (*above.windows, part)
             part.last_access = self._tree.order.tick
-            kept = part.on_device if device else part.on_host
+            kept = before = part.count(device=device)
             if part.load is not None or (part.write is not None and not device):
                 # What moves now counts when it has arrived, so none of the given pages are needed.
                 kept = take
@@ -161,9 +175,8 @@ class Pools:
             if fresh < take:
                 self.free(mine[fresh:], device=device, pool=name)
             if fresh:
-                before = part.on_device if device else part.on_host
                 self._tree.extend_window(part, mine[:fresh], device=device)
-                self.events.window(Change.STORED, tier(device=device), part, before + fresh, before)
+                self.events.held(Change.STORED, part, device=device, skip=before)
             self._tree.remove_empty(part)
             parts.append(part)
         return parts

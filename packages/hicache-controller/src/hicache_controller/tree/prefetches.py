@@ -9,7 +9,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 from ..wait_bound import WaitBound
 from .backups import Backups
 from .components import trailing
-from .events import Change, Tier
+from .events import Change
 from .evictor import Evictor
 from .node import NO_SLOTS, Pages, TreeNode, WindowPart
 from .pools import Pools
@@ -85,7 +85,7 @@ class Prefetches:
             slots = self._evictor.alloc_window_host(name, len(last))
             if slots is None:
                 return False
-            transfers.append(trailing(name, host_indices=slots, keys=last))
+            transfers.append(trailing(name, slots, keys=last))
         return True
 
     def _find(self, keys: list[bytes]) -> int:
@@ -133,21 +133,19 @@ class Prefetches:
         self._tree.unlock(started.match.node, device=False)
 
     def _adopt(self, started: Prefetching, got: int) -> Match | None:
-        match, end = started.match, started.match.pages + got
+        match = started.match
         # What came from a storage that has been changed since says nothing about the one there is now.
         stored = started.storage_changes == self._pools.controller.storage.changes
         pages = self._pools.pages(started.slots[: got * self._tree.page_size])
         node = self._adopt_nodes(match, pages, stored=stored)
         parts: list[WindowPart] = []
         for transfer in started.transfers:
-            if transfer.host_indices is not None:
-                name = str(transfer.name)
-                pages = self._pools.pages(transfer.host_indices, name)
-                came = self._pools.adopt_window(node, name, pages, device=False)
-                if stored:
-                    self._backups.mark_fetched(came, len(pages))
-                parts += came
-        longer = self._tree.pin_match(match, node, end) if self._tree.restorable(node) else None
+            pages = self._pools.pages_of(transfer, device=False)
+            came = self._pools.adopt_window(node, str(transfer.name), pages, device=False)
+            if stored:
+                self._backups.mark_fetched(came, len(pages))
+            parts += came
+        longer = self._tree.pin_match(match, node) if self._tree.restorable(node) else None
         self._tree.order.offer_windows(parts)
         return longer
 
@@ -158,7 +156,7 @@ class Prefetches:
             if node.host is None:
                 node.stored = stored and not self._backups.lacks(self._pools.anchor, node)
                 self._tree.set_part(node, pages[own], device=False)
-                self._pools.events.node(Change.STORED, Tier.HOST, node)
+                self._pools.events.held(Change.STORED, node, device=False)
                 if stored:
                     self._backups.report_stored(node, self._pools.anchor, node.pages)
             else:

@@ -108,15 +108,12 @@ class RadixTree:
 
     # Walking
 
-    def walk(self, node: TreeNode, blob: bytes, at: int) -> tuple[TreeNode, int]:
-        """Follow the keys as far as there are nodes, splitting the last one where the keys end or differ."""
-        end = len(blob) // KEY_BYTES
-        while at < end:
-            child = self.child(node, blob, at)
-            if child is None:
-                break
-            node, at = child, at + child.pages
-        return node, at
+    def walk(self, blob: bytes) -> TreeNode:
+        """Follow the keys from the root as far as there are nodes, splitting the last where the keys end or differ."""
+        node, end = self.root, len(blob) // KEY_BYTES
+        while node.depth < end and (child := self.child(node, blob, node.depth)) is not None:
+            node = child
+        return node
 
     def child(self, node: TreeNode, blob: bytes, at: int) -> TreeNode | None:
         """Return the child that has the keys from page ``at`` on, or the head that is split off where they differ."""
@@ -124,10 +121,7 @@ class RadixTree:
         if child is None:
             return None
         tail = blob[at * KEY_BYTES : at * KEY_BYTES + len(child.keys)]
-        if tail == child.keys:
-            return child
-        same = common_pages(child.keys, tail)
-        return self.split(child, same) if same < child.pages else child
+        return child if tail == child.keys else self.split(child, common_pages(child.keys, tail))
 
     def follow(self, match: Match, pages: int) -> Iterator[tuple[TreeNode, slice]]:
         """Yield the nodes of the next pages after a match, and which of these pages each has.
@@ -178,6 +172,13 @@ class RadixTree:
                 break
         return parts
 
+    def on_device(self, node: TreeNode) -> bool:
+        """Return whether the device has a prefix ending with ``node``, windows included."""
+        if node.device is None or not node.in_tree:
+            return False
+        parts = [self.needed(node, name) for name in self.windows]
+        return all(mine is not None and all(part.on_device >= needed for part, needed in mine) for mine in parts)
+
     def all_needed(self, node: TreeNode) -> Iterator[Needed]:
         """Yield what a prefix ending with ``node`` needs in those windowed pools that have all of it."""
         for name in self.windows:
@@ -187,16 +188,15 @@ class RadixTree:
         """Return whether every windowed pool has what a prefix ending with ``node`` needs, on some side."""
         return all(self.needed(node, name) is not None for name in self.windows)
 
-    def last_restorable(self, node: TreeNode, pages: int) -> tuple[TreeNode, int]:
-        """Go up from a prefix of ``pages`` pages to the longest one that can be restored.
+    def last_restorable(self, node: TreeNode) -> TreeNode:
+        """Go up from a node that may have left the tree to the end of the longest prefix that can be restored.
 
         Only ends of nodes matter: parts cover the last pages of their nodes, so if a prefix can be cut inside a node,
         it can be extended to that node's end.
         """
-        while node.parent is not None and not self.restorable(node):
-            pages -= node.pages
+        while node.parent is not None and not (node.in_tree and self.restorable(node)):
             node = node.parent
-        return node, pages
+        return node
 
     # Shape
 
@@ -261,11 +261,11 @@ class RadixTree:
         if part.device is not None and part.on_device > tail_pages:
             upper.device, part.device = cut(part.device, part.on_device - tail_pages)
             for pin in part.device_pins:
-                pin.hold(upper, device=True)
+                pin.hold(upper)
         if part.host is not None and part.on_host > tail_pages:
             upper.host, part.host = cut(part.host, part.on_host - tail_pages)
             for pin in part.host_pins:
-                pin.hold(upper, device=False)
+                pin.hold(upper)
         head.windows = (*head.windows, upper)
         self.order.offer_windows([upper])
 
@@ -273,51 +273,37 @@ class RadixTree:
 
     def set_part(self, node: TreeNode, pages: Pages, *, device: bool) -> None:
         """Give a node its pages in a tier."""
-        parent = node.parent
-        if device:
-            node.device = pack(pages)
-            node.owner.device_pages += len(pages)
-            if parent is not None:
-                parent.device_children += 1
-        else:
-            node.host = pack(pages)
-            node.owner.host_pages += len(pages)
-            if parent is not None:
-                parent.host_children += 1
+        node.set_part(pack(pages), device=device)
+        self._count_part(node, 1, device=device)
         self.order.offer(node, device=device)
 
     def clear_part(self, node: TreeNode, *, device: bool) -> None:
         """Forget a node's pages in a tier; the caller frees them."""
+        node.set_part(None, device=device)
+        self._count_part(node, -1, device=device)
+
+    def _count_part(self, node: TreeNode, change: int, *, device: bool) -> None:
+        """Count a part that a node got or lost, which may leave its parent a leaf."""
         parent = node.parent
+        if parent is None:
+            raise RuntimeError("the root has no pages")
         if device:
-            node.owner.device_pages -= node.pages
-            node.device = None
-            if parent is not None:
-                parent.device_children -= 1
+            node.owner.device_pages += change * node.pages
+            parent.device_children += change
         else:
-            node.owner.host_pages -= node.pages
-            node.host, node.stored = None, False
-            if parent is not None:
-                parent.host_children -= 1
-        if parent is not None:
-            self.order.offer(parent, device=device)
+            node.owner.host_pages += change * node.pages
+            parent.host_children += change
+        self.order.offer(parent, device=device)
 
     @staticmethod
     def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
         """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        packed = part.device if device else part.host
-        joined = pack(pages if packed is None else np.concatenate((pages, unpack(packed))))
-        if device:
-            part.device = joined
-        else:
-            part.host = joined
+        packed = part.part(device=device)
+        part.set_part(pack(pages if packed is None else np.concatenate((pages, unpack(packed)))), device=device)
 
     def clear_window(self, part: WindowPart, *, device: bool) -> None:
         """Forget a part's pages in a tier; the caller frees them."""
-        if device:
-            part.device = None
-        else:
-            part.host, part.stored = None, False
+        part.set_part(None, device=device)
         self.remove_empty(part)
 
     @staticmethod
@@ -345,18 +331,14 @@ class RadixTree:
 
     def pin_windows(self, node: TreeNode) -> tuple[Pin, Pin]:
         """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
-        device, host = Pin(), Pin()
+        device, host = Pin(device=True), Pin(device=False)
         for part, needed in self.all_needed(node):
-            on_device = part.on_device >= needed
-            (device if on_device else host).hold(part, device=on_device)
+            (device if part.on_device >= needed else host).hold(part)
         return device, host
 
-    def unpin(self, device_pin: Pin | None = None, host_pin: Pin | None = None) -> None:
+    def unpin(self, *pins: Pin) -> None:
         """Release pins; with both sides released at once, both queues of most parts share one entry."""
-        parts = [] if device_pin is None else device_pin.release(device=True)
-        if host_pin is not None:
-            parts = parts + host_pin.release(device=False)
-        self.order.offer_windows(parts)
+        self.order.offer_windows([part for pin in pins for part in pin.release()])
 
     def add_reference(self, node: TreeNode, *, device: bool) -> None:
         """Lock a node for the engine."""
@@ -389,18 +371,17 @@ class RadixTree:
 
     # Matches
 
-    def pin_match(self, request: Match | Request, node: TreeNode, pages: int) -> Match:
-        """Pin the restorable prefix of ``pages`` pages that ends with ``node``, for a request or that of a match."""
-        device_pages, above = pages, node
+    def pin_match(self, request: Request, node: TreeNode) -> Match:
+        """Pin the restorable prefix that ends with ``node``, for a request."""
+        above = node
         while above.device is None and above.parent is not None:
-            device_pages -= above.pages
             above = above.parent
-        pins, hosted = self.pin_windows(node), pages - device_pages
+        pins, hosted = self.pin_windows(node), node.depth - above.depth
+        of_request = request.keys, request.owner, request.priority, request.tokens
+        match = Match(*of_request, above.depth, hosted, above, node, *pins)
         self.lock(above, device=True)
         if hosted:
             self.lock(node, device=False)
-        keys, owner, priority, tokens = request.keys, request.owner, request.priority, request.tokens
-        match = Match(keys, device_pages, hosted, above, node, *pins, owner, priority, tokens)
         self._pinned.add(match)
         return match
 
@@ -439,7 +420,7 @@ class RadixTree:
 
     def keep_match(self, match: Match, seconds: float) -> None:
         """Pin what a match covers once more, for some seconds."""
-        kept = self.pin_match(match, match.node, match.pages)
+        kept = self.pin_match(match, match.node)
         heapq.heappush(self._timed, (self._clock() + seconds, self.new_id(), kept))
 
     def expire(self) -> int:

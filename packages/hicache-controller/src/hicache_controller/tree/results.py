@@ -12,11 +12,21 @@ from hicache_pools.pool_transfer import PoolTransfer
 from ..storage_tasks import PrefetchOperation
 from .keys import KEY_BYTES, Tokens, key_list
 from .node import Pages, Pin, TreeNode
-from .queue import NO_USAGE, NamespaceUsage
+from .queue import NamespaceUsage
 
 
 @dataclass(frozen=True, eq=False)
-class Match:
+class Request:
+    """What is known of a request without its match; see :class:`Match`."""
+
+    keys: bytes = field(repr=False)
+    owner: NamespaceUsage = field(repr=False)
+    priority: int
+    tokens: Tokens | None = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Match(Request):
     """The longest cached prefix of a request, pinned until :meth:`UnifiedRadixCache.release`.
 
     Attributes
@@ -33,16 +43,12 @@ class Match:
         Of the request: what its namespace has, its priority, the tokens of its complete pages where they are known.
     """
 
-    keys: bytes = field(repr=False)
     device_pages: int
     host_pages: int
     device_node: TreeNode = field(repr=False)
     node: TreeNode = field(repr=False)
     device_pin: Pin = field(repr=False)
     host_pin: Pin = field(repr=False)
-    owner: NamespaceUsage = field(default=NO_USAGE, repr=False)
-    priority: int = 0
-    tokens: Tokens | None = field(default=None, repr=False)
 
     @property
     def pages(self) -> int:
@@ -57,27 +63,12 @@ class Match:
     @property
     def consumers(self) -> tuple[int, ...]:
         """Consumer ids of the loads in flight that fill its device parts, for ``layer_done_counter``."""
-        found: list[int] = []
-        node: TreeNode | None = self.device_node
-        while node is not None:
-            if node.load is not None:
-                found.append(node.load.consumer)
-            node = node.parent
-        found += [part.load.consumer for part in self.device_pin.parts if part.load is not None]
-        return tuple(sorted(set(found)))
+        filled = [*self.device_node.path(), *self.device_pin.parts]
+        return tuple(sorted({each.load.consumer for each in filled if each.load is not None}))
 
     def rest(self) -> list[bytes]:
         """Keys of the pages after the match."""
         return key_list(self.keys[self.pages * KEY_BYTES :])
-
-
-class Request(NamedTuple):
-    """What a match says of its request, before there is one."""
-
-    keys: bytes
-    owner: NamespaceUsage
-    priority: int
-    tokens: Tokens | None
 
 
 class InsertResult(NamedTuple):

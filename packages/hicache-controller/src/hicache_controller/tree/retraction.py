@@ -9,10 +9,10 @@ import torch
 
 from .components import trailing
 from .evictor import Evictor
-from .loads import Loads
 from .node import NO_PAGES, NO_SLOTS, Pages, Pin, TreeNode
 from .pools import Pools
 from .radix_tree import RadixTree
+from .requests import Requests
 from .results import Match, Restored
 from .transfers import Transfers
 
@@ -36,18 +36,20 @@ class Retraction:
     the group takes the slots of all pools or none.
     """
 
-    def __init__(self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, loads: Loads) -> None:
+    def __init__(
+        self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, requests: Requests
+    ) -> None:
         self._tree = tree
         self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
-        self._loads = loads
-        self._requests: dict[str, _Retracted] = {}
+        self._requests = requests
+        self._retracted: dict[str, _Retracted] = {}
 
     @property
     def requests(self) -> tuple[str, ...]:
         """Their ids."""
-        return tuple(self._requests)
+        return tuple(self._retracted)
 
     def backup(
         self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
@@ -57,13 +59,13 @@ class Retraction:
         Its prefix is pinned on the host before anything moves, and only what has arrived leaves the device; so a False
         leaves the request as it was, and so does an interrupt, which comes while this waits.
         """
-        if request_id in self._requests:
+        if request_id in self._retracted:
             raise ValueError(f"request {request_id} is retracted already; restore or discard must come first")
         if not match.on_device:
             raise ValueError(f"match has {match.host_pages} pages on the host; load_back must come before retraction")
         if not self._evictor.settle_on_host(match.node):
             return False
-        node, pin, moved = match.node, Pin(), None
+        node, pin, moved = match.node, Pin(device=False), None
         self._tree.lock(node, device=False)
         try:
             if self._pin_windows(node, pin):
@@ -73,7 +75,7 @@ class Retraction:
                 self._unpin(node, pin)
         if moved is None:
             return False
-        self._requests[request_id] = _Retracted(match, node, pin, *moved)
+        self._retracted[request_id] = _Retracted(match, node, pin, *moved)
         self._free_device(pages, windows or {})
         self._evictor.release(match)
         return True
@@ -83,11 +85,11 @@ class Retraction:
 
         An interrupt comes while this waits, and leaves the request as it was.
         """
-        kept = self._requests[request_id]
+        kept = self._retracted[request_id]
         found = None
-        match = self._tree.pin_match(kept.match, kept.node, kept.match.pages)
+        match = self._tree.pin_match(kept.match, kept.node)
         try:
-            match = self._loads.load_all(match)
+            match = self._requests.load_all(match)
             found = self._load(kept) if match.pages == kept.match.pages else None
             self._tree.raise_pending()
         except BaseException:
@@ -103,16 +105,16 @@ class Retraction:
 
     def discard(self, request_id: str) -> None:
         """Forget a retracted request; KeyError if there is none of that id."""
-        kept = self._requests.pop(request_id)
+        kept = self._retracted.pop(request_id)
         self._free_host(kept.anchor, kept.windows)
         self._unpin(kept.node, kept.pin)
 
     def clear(self) -> None:
         """Drop every request, as the pools are about to be cleared."""
-        self._requests.clear()
+        self._retracted.clear()
 
     def _free_host(self, anchor: torch.Tensor, windows: Mapping[str, torch.Tensor]) -> None:
-        self._pools.free_host(anchor, [trailing(name, host_indices=slots) for name, slots in windows.items()])
+        self._pools.free_host(anchor, [trailing(name, slots) for name, slots in windows.items()])
 
     def _free_device(self, pages: Pages, windows: Mapping[str, Pages]) -> None:
         for pool, mine in ((None, pages), *windows.items()):
@@ -120,7 +122,7 @@ class Retraction:
                 self._pools.calls.call(self._pools.free, mine, device=True, pool=pool)
 
     def _unpin(self, node: TreeNode, pin: Pin) -> None:
-        self._tree.unpin(host_pin=pin)
+        self._tree.unpin(pin)
         self._tree.unlock(node, device=False)
 
     def _pin_windows(self, node: TreeNode, pin: Pin) -> bool:
@@ -128,7 +130,7 @@ class Retraction:
         for part, needed in self._tree.all_needed(node):
             if part.on_host < needed and not self._evictor.write_window(part):
                 return False
-            pin.hold(part, device=False)
+            pin.hold(part)
         while any(part.write is not None for part in pin.parts):
             self._transfers.poll(wait=True)
         return all(part.host is not None for part in pin.parts)
@@ -138,17 +140,17 @@ class Retraction:
         given = {name: mine for name, mine in windows.items() if len(mine)}
         if not len(pages) and not given:
             return NO_SLOTS, {}
-        operation, slots = self._transfers.new(), self._pools.slots(pages)
-        transfers = [trailing(name, device_indices=self._pools.slots(mine, name)) for name, mine in given.items()]
+        operation, slots = self._transfers.new(device=False), self._pools.slots(pages)
+        transfers = [trailing(name, self._pools.slots(mine, name), on_device=True) for name, mine in given.items()]
         for name, mine in given.items():
             self._evictor.make_window_host_room(name, len(mine))
-        host = self._transfers.queue(operation, slots, transfers, device=False)
+        host = self._transfers.queue(operation, slots, transfers)
         if host is None and self._evictor.evict_host(len(pages)):
-            host = self._transfers.queue(operation, slots, transfers, device=False)
+            host = self._transfers.queue(operation, slots, transfers)
         if host is None:
             return None
         taken = host, {str(each.name): each.host_indices for each in transfers if each.host_indices is not None}
-        arrived = self._transfers.wait_for(operation, lambda: self._free_host(*taken), device=False)
+        arrived = self._transfers.wait_for(operation, lambda: self._free_host(*taken))
         return taken if arrived else None
 
     def _load(self, kept: _Retracted) -> tuple[Pages, dict[str, Pages]] | None:
@@ -160,17 +162,12 @@ class Retraction:
         for name, slots in kept.windows.items():
             if not self._evictor.make_window_room(name, len(self._pools.pages(slots, name))):
                 return None
-        transfers = [trailing(name, host_indices=slots) for name, slots in kept.windows.items()]
-        operation = self._transfers.new()
-        device = self._transfers.queue(operation, kept.anchor, transfers, device=True)
+        transfers = [trailing(name, slots) for name, slots in kept.windows.items()]
+        operation = self._transfers.new(device=True)
+        device = self._transfers.queue(operation, kept.anchor, transfers)
         if device is None:
             return None
-        self._transfers.start_loading()
-        windows = {
-            str(each.name): self._pools.pages(each.device_indices, str(each.name))
-            for each in transfers
-            if each.device_indices is not None
-        }
+        windows = {str(each.name): self._pools.pages_of(each, device=True) for each in transfers}
         taken = self._pools.pages(device), windows
-        arrived = self._transfers.wait_for(operation, lambda: self._free_device(*taken), device=True)
+        arrived = self._transfers.wait_for(operation, lambda: self._free_device(*taken))
         return taken if arrived else None

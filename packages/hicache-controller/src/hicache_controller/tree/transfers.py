@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,17 +12,10 @@ from hicache_pools.pool_transfer import PoolTransfer
 from ..operations import Ack
 from .backups import Backups
 from .components import trailing
-from .events import Change, tier
-from .node import NO_SLOTS, Operation, TreeNode, WindowPart, pack, packed_count, unpack
+from .events import Change
+from .node import Operation, TreeNode, WindowPart, joined, pack, unpack
 from .pools import Pools
 from .radix_tree import RadixTree
-
-
-class LoadParts(NamedTuple):
-    """Window parts that a load brings from one pool, and their transfer."""
-
-    parts: list[WindowPart]
-    transfer: PoolTransfer
 
 
 class Transfers:
@@ -43,64 +35,69 @@ class Transfers:
         self.loads: dict[int, Operation] = {}
         self._outcomes: dict[int, bool] = {}
 
-    def new(self) -> Operation:
-        """Return an operation that moves nothing yet."""
-        return Operation(self._tree.new_id(), [])
+    def new(self, *, device: bool) -> Operation:
+        """Return a load or a write that moves nothing yet."""
+        return Operation(self._tree.new_id(), device)
 
-    def running(self, *, device: bool) -> dict[int, Operation]:
-        """Return the operations whose target is the device, or the host."""
+    def _running(self, *, device: bool) -> dict[int, Operation]:
         return self.loads if device else self.writes
 
-    # Writes
+    # Starts
 
     def queue(
-        self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = (), *, device: bool
+        self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()
     ) -> torch.Tensor | None:
         """Take slots of the target and queue a load or a write; None, with nothing taken, if a rank has too few.
 
         Ranks have equal trees, but their storages may still read different pages that have left.
         """
         controller = self._pools.controller
-        start, cancel = (
-            (controller.load, controller.cancel_load) if device else (controller.write, controller.cancel_write)
-        )
+        start = controller.load if operation.device else controller.write
         with self._pools.reclaim.held():
             target = start(slots, node_id=operation.id, pool_transfers=transfers)
-        if self._pools.on_all_ranks(target is not None):
-            return target
-        if target is not None:
-            cancel(operation.id)
-        return None
+        return self._pools.on_all_ranks(target, lambda _: self._cancel(operation))
 
-    def write_node(self, operation: Operation, node: TreeNode) -> bool:
-        """Queue the write of a node; False if the host has no room or not its prefix, or the device has lost it."""
-        if node.device is None or not has_prefix_on_host(node):
+    def _cancel(self, operation: Operation) -> None:
+        controller = self._pools.controller
+        (controller.cancel_load if operation.device else controller.cancel_write)(operation.id)
+
+    def move(self, nodes: Sequence[TreeNode], windows: Mapping[str, Sequence[WindowPart]], *, device: bool) -> bool:
+        """Load or write nodes, heads first, and window parts by pool; False if a rank has no room, or some have gone.
+
+        A load is started at once; the next poll starts what is to be written, merged.
+        """
+        moved = [*nodes, *(part for parts in windows.values() for part in parts)]
+        if any(each.part(device=not device) is None for each in moved):
             return False
-        host = self.queue(operation, self._pools.slots(unpack(node.device)), device=False)
-        if host is None:
+        operation, transfers = self.new(device=device), []
+        for pool, parts in windows.items():
+            slots = self._pools.slots(joined(parts, device=not device), pool)
+            transfers.append(trailing(pool, slots, on_device=not device))
+        target = self.queue(operation, self._pools.slots(joined(nodes, device=not device)), transfers)
+        if target is None:
             return False
-        operation.nodes.append(node)
-        self._tree.lock(node, device=False)
-        node.write = self.writes[operation.id] = operation
-        self._tree.set_part(node, self._pools.pages(host), device=False)
+        self._running(device=device)[operation.id] = operation
+        operation.nodes = [*reversed(nodes)]
+        if nodes:
+            self._tree.lock(nodes[-1], device=True)
+            self._tree.lock(nodes[-1], device=False)
+        for each in moved:
+            each.set_transfer(operation, device=device)
+        pages, at = self._pools.pages(target), 0
+        for node in nodes:
+            self._tree.set_part(node, pages[at : at + node.pages], device=device)
+            at += node.pages
+        for transfer, parts in zip(transfers, windows.values(), strict=True):
+            pages, at = self._pools.pages_of(transfer, device=device), 0
+            for part in parts:
+                end = at + part.count(device=not device)
+                part.set_part(pack(pages[at:end]), device=device)
+                at = end
+                operation.device_pin.hold(part)
+                operation.host_pin.hold(part)
+        if device:
+            operation.consumer = self._pools.controller.start_loading()
         return True
-
-    def write_window(self, operation: Operation, part: WindowPart) -> bool:
-        """Queue the write of a part; False if the host has no room, or the device has lost it."""
-        if part.device is None:
-            return False
-        transfer = trailing(part.name, device_indices=self._pools.slots(unpack(part.device), part.name))
-        done = self.queue(operation, NO_SLOTS, [transfer], device=False)
-        if done is None or transfer.host_indices is None:
-            return False
-        part.host = pack(self._pools.pages(transfer.host_indices, part.name))
-        operation.host_pin.hold(part, device=False)
-        part.write = self.writes[operation.id] = operation
-        return True
-
-    def start_writing(self) -> None:
-        """Start what is queued, merged."""
-        self._pools.controller.start_writing()
 
     def release_device(self, *, windows: bool) -> bool:
         """Unlock the device parts of writes of nodes, or of windows; returns whether any held one.
@@ -112,7 +109,7 @@ class Transfers:
         else:
             held = [operation for operation in self.writes.values() if operation.nodes and operation.holds_device]
         if held:
-            self.start_writing()
+            self._pools.controller.start_writing()
         for operation in held:
             if windows:
                 self._tree.unpin(operation.device_pin)
@@ -121,80 +118,43 @@ class Transfers:
                 self._tree.unlock(operation.nodes[0], device=True)
         return bool(held)
 
-    # Loads
-
-    def load(self, nodes: list[TreeNode], slots: torch.Tensor, windows: Sequence[LoadParts]) -> bool:
-        """Load nodes, heads first, and window parts; False if a rank has no room."""
-        operation = self.new()
-        target = self.queue(operation, slots, [each.transfer for each in windows], device=True)
-        if target is None:
-            return False
-        pages = self._pools.pages(target)
-        operation.nodes = nodes[::-1]
-        at = 0
-        for node in nodes:
-            node.load = operation
-            self._tree.set_part(node, pages[at : at + node.pages], device=True)
-            at += node.pages
-        if nodes:
-            self._tree.lock(nodes[-1], device=True)
-            self._tree.lock(nodes[-1], device=False)
-        for parts, transfer in windows:
-            if transfer.device_indices is None:
-                continue
-            pages = self._pools.pages(transfer.device_indices, str(transfer.name))
-            at = 0
-            for part in parts:
-                part.device, part.load = pack(pages[at : at + part.on_host]), operation
-                at += part.on_host
-                operation.device_pin.hold(part, device=True)
-                operation.host_pin.hold(part, device=False)
-        self.loads[operation.id] = operation
-        operation.consumer = self.start_loading()
-        return True
-
-    def start_loading(self) -> int:
-        """Start the loads that are queued; returns their consumer id."""
-        return self._pools.controller.start_loading()
-
     # Ends
 
-    def _end(self, operation: Operation, *, device: bool, failed: bool) -> None:
+    def _end(self, operation: Operation, *, failed: bool) -> None:
         """Note that a transfer has ended; the controller freed what a failed one was to fill."""
+        device = operation.device
         operation.done, operation.failed = True, failed
-        pin, to = operation.device_pin if device else operation.host_pin, tier(device=device)
-        parts = [part for part in pin.parts if part.transfer(device=device) is operation]
+        parts = [part for part in operation.target_pin.parts if part.transfer(device=device) is operation]
         self._tree.unpin(operation.device_pin, operation.host_pin)
         for part in parts:
-            part.end_transfer(device=device)
-            pages = packed_count(part.part(device=device))
+            part.set_transfer(None, device=device)
             if failed:
                 self._tree.clear_window(part, device=device)
-            elif pages:
-                self._pools.events.window(Change.STORED, to, part, pages)
-                if not device:
-                    self._pools.calls.call(self._backups.store, part.node)
+            elif part.count(device=device):
+                self._arrived(part, part.node, device=device)
         if not operation.nodes:
             return
         tail = operation.nodes[0]
         for node in operation.nodes:
             # One by one: to clear a node drops what is below it and has no transfer of its own.
-            node.end_transfer(device=device)
+            node.set_transfer(None, device=device)
             if failed:
                 self._drop_children(node, device=device)
                 self._tree.clear_part(node, device=device)
         if operation.holds_device:
             self._tree.unlock(tail, device=True)
         self._tree.unlock(tail, device=False)
-        # All of them are on the tail's path; heads go first.
-        for node in [node for node in tail.path() if node in operation.nodes][::-1] if not failed else ():
-            self._pools.events.node(Change.STORED, to, node)
-            if not device:
-                self._pools.calls.call(self._backups.store, node)
+        for node in operation.heads_first() if not failed else ():
+            self._arrived(node, node, device=device)
         for node in operation.nodes:
             # Its other part may have gone while the transfer was under way.
             if not node.present and node.parent is not None and node.parent.child(node.key(0)) is node:
                 self._pools.remove(node)
+
+    def _arrived(self, held: TreeNode | WindowPart, node: TreeNode, *, device: bool) -> None:
+        self._pools.events.held(Change.STORED, held, device=device)
+        if not device:
+            self._pools.calls.call(self._backups.store, node)
 
     # Transfers that failed
 
@@ -208,24 +168,23 @@ class Transfers:
             if operation is None:
                 self._drop_children(child, device=device)
                 self._pools.calls.call(self._pools.drop, child, device=device)
-            elif operation.id in self.running(device=device):
-                self.abandon(operation, device=device)
+            elif operation.id in self._running(device=device):
+                self.abandon(operation)
 
-    def abandon(self, operation: Operation, *, device: bool) -> None:
+    def abandon(self, operation: Operation) -> None:
         """Count a transfer that is under way, or whose outcome is about to be handled, as failed."""
-        controller, call = self._pools.controller, self._pools.calls.call
-        del self.running(device=device)[operation.id]
+        device, call = operation.device, self._pools.calls.call
+        del self._running(device=device)[operation.id]
         failed = self._outcomes.pop(operation.id, None)
         if failed is None:
-            call(controller.cancel_load if device else controller.cancel_write, operation.id)
+            call(self._cancel, operation)
         elif not failed:
             # It is done, so its slots are the tree's to give back.
-            pin = operation.device_pin if device else operation.host_pin
             moved = [(None, node.part(device=device)) for node in operation.nodes]
-            for pool, packed in moved + [(part.name, part.part(device=device)) for part in pin.parts]:
+            for pool, packed in moved + [(part.name, part.part(device=device)) for part in operation.target_pin.parts]:
                 if packed is not None:
                     call(self._pools.free, unpack(packed), device=device, pool=pool)
-        self._end(operation, device=device, failed=True)
+        self._end(operation, failed=True)
 
     # Outcomes
 
@@ -254,14 +213,13 @@ class Transfers:
         """Finish the operations of some acks; returns whether there were any."""
         if not acks:
             return False
-        running = self.running(device=device)
+        running = self._running(device=device)
         # One that fails may abandon others of the same acks, so all outcomes are known before the first is handled.
         self._outcomes = {number: ack.error is not None for ack in acks for number in ack.node_ids if number in running}
         # Windows come first: a node that is in no tier after its write takes its windows along, with what they have.
         for number in sorted(self._outcomes, key=lambda number: bool(running[number].nodes)):
             if number in self._outcomes:
-                failed = self._outcomes.pop(number)
-                self._end(running.pop(number), device=device, failed=failed)
+                self._end(running.pop(number), failed=self._outcomes.pop(number))
         return True
 
     def wait(self, *, backups: bool = True) -> bool:
@@ -278,18 +236,19 @@ class Transfers:
                 pass
         return not (self.writes or self.loads or self._backups.running)
 
-    def wait_for(self, operation: Operation, give_back: Callable[[], None], *, device: bool) -> bool:
-        """Wait for an operation that moves no nodes; return whether it succeeded.
+    def wait_for(self, operation: Operation, give_back: Callable[[], None]) -> bool:
+        """Start an operation that moves no nodes, and wait for it; return whether it succeeded.
 
         An interrupted wait frees the slots taken for the operation; for a finished one, ``give_back`` does that.
         """
-        self.running(device=device)[operation.id] = operation
+        self._running(device=operation.device)[operation.id] = operation
         try:
+            self._pools.controller.start_loading()
             while not operation.done:
                 self.poll(wait=True)
         except BaseException:
             if not operation.done:
-                self.abandon(operation, device=device)
+                self.abandon(operation)
             elif not operation.failed:
                 give_back()
             raise
@@ -305,9 +264,3 @@ class Transfers:
         """Forget every transfer."""
         self.writes.clear()
         self.loads.clear()
-
-
-def has_prefix_on_host(node: TreeNode) -> bool:
-    """Return whether the host may have the node."""
-    parent = node.parent
-    return parent is None or parent.parent is None or parent.host is not None
