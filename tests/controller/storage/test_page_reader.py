@@ -14,12 +14,11 @@ import xxhash
 
 from hicache_controller.storage import FileStorage, page_file, page_reader, xxh3
 from hicache_controller.storage.io_threads import IoThreads
-from hicache_controller.storage.page_file import Outcome
+from hicache_controller.storage.page_file import Outcome, PageId
 from hicache_controller.storage.page_reader import PageReader, PageRequest
 from hicache_kernels import files
 from hicache_kernels.probe import LoadOutcome
 
-NAMES = {"key": b"key", "fingerprint": bytes(range(16))}
 SIZE = 100_000
 
 
@@ -43,21 +42,22 @@ def request_of(tmp_path):
 
     def make(name, size=SIZE):
         path, payload = str(tmp_path / name), os.urandom(size)
-        page_file.write_page(path, [memoryview(payload)], parent=None, **NAMES)
+        page = PageId(b"key", bytes(range(16)), size)
+        page_file.write_page(path, [memoryview(payload)], page, parent=None)
         back = memoryview(bytearray(size))
-        return PageRequest(path, lambda: (back[: size // 3], back[size // 3 :]), b"key"), payload, back
+        return PageRequest(path, lambda: (back[: size // 3], back[size // 3 :]), page), payload, back
 
     return make
 
 
-def read(reader, requests, size=SIZE):
-    return reader.read(requests, fingerprint=NAMES["fingerprint"], page_bytes=size, waits=False)
+def read(reader, requests):
+    return reader.read(requests, waits=False)
 
 
 @pytest.mark.parametrize("size", [0, 1, 128, SIZE, 3 << 20])
 def test_pages_come_back_with_the_time_of_their_files(reader, request_of, size):
     pages = [request_of(str(i), size) for i in range(7)]
-    found = read(reader, [page[0] for page in pages], size)
+    found = read(reader, [page[0] for page in pages])
     assert found == [(Outcome.HIT, os.stat(request.path).st_mtime_ns) for request, _, _ in pages]
     assert [payload for _, payload, _ in pages] == [bytes(back) for _, _, back in pages]
 
@@ -112,9 +112,9 @@ def test_a_bad_page_among_good_ones_is_reported(reader, request_of, change, outc
 
 def test_pages_of_another_key_format_and_owner_are_reported(reader, threads, request_of, reading):
     request = request_of("page")[0]
-    assert read(reader, [request._replace(key=b"other")])[0].outcome is Outcome.FOREIGN
-    (found,) = reader.read([request], fingerprint=bytes(16), page_bytes=SIZE, waits=True)
-    assert found.outcome is Outcome.FOREIGN
+    for other in ({"key": b"other"}, {"fingerprint": bytes(16)}):
+        another = request._replace(page=request.page._replace(**other))
+        assert read(reader, [another])[0].outcome is Outcome.FOREIGN
     assert read(PageReader(threads, os.geteuid() + 1), [request])[0].outcome is Outcome.WRONG_OWNER
     with open(request.path, "r+b") as file:
         file.seek(-120, os.SEEK_END)

@@ -16,14 +16,14 @@ from hicache_pools.host_memory import MAX_THREADS
 
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
-from .directory import is_blocked, remove_file, renew
+from .directory import MODEL_BYTES, remove_file, renew
 from .file_pages import FilePages, part_of
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
 from .page_cache import is_cached
-from .page_file import FOOTER_BYTES, Outcome, PageRead
+from .page_file import Outcome, PageId, PageRead
 from .page_reader import PageReader, PageRequest
-from .page_writer import NOT_OF_THE_FILE, PageWriter
+from .page_writer import NOT_OF_THE_FILE, Job, PageWriter
 from .running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class FileStorage(HiCacheStorage):
         if threads is not None:
             whole("threads", threads, most=MAX_THREADS)
         self._fingerprint = fingerprint
-        self._model = fingerprint.digest()[:8]
+        self._model = fingerprint.digest()[:MODEL_BYTES]
         self._capacity = capacity_bytes
         self._root = os.path.abspath(directory)
         self._reads, self._writes = Backoff(clock), Backoff(clock)
@@ -146,13 +146,12 @@ class FileStorage(HiCacheStorage):
         if self._reads.active:
             self._count(skipped=len(keys))
             return [False] * len(keys)
-        part, size = part_of(pool), pool.page_bytes + FOOTER_BYTES
         names, present = [key + self._model for key in keys], []
         for name in names:
-            present.append(self._files.size(name, part) == size)
+            present.append(self._files.has(name, pool))
             if leading and not present[-1]:
                 break
-        self._files.note(names, part, present)
+        self._files.note(names, part_of(pool), present)
         return present
 
     def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
@@ -182,20 +181,23 @@ class FileStorage(HiCacheStorage):
         return loaded
 
     def _read(self, pool: RegisteredPool, names: list[bytes], pages: list[int], waits: bool) -> list[Outcome]:
-        part = part_of(pool)
         requests = [
-            PageRequest(self._files.path(name, part), functools.partial(pool.memory, page), name[: -len(self._model)])
+            PageRequest(
+                self._files.path(name, part_of(pool)),
+                functools.partial(pool.memory, page),
+                PageId(name[:-MODEL_BYTES], pool.digest, pool.page_bytes),
+            )
             for name, page in zip(names, pages, strict=True)
         ]
-        found = self._reader.read(requests, fingerprint=pool.digest, page_bytes=pool.page_bytes, waits=waits)
         now = time.time_ns()
-        return [self._settled(request.path, page, now) for request, page in zip(requests, found, strict=True)]
+        found = zip(requests, self._reader.read(requests, waits=waits), strict=True)
+        return [self._settled(request.path, page, now) for request, page in found]
 
     def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:
         """Renew a page that is used, remove one that cannot be, and return which it is."""
         if isinstance(found, OSError):
             self._count(read_errors=1)
-            if found.errno in NOT_OF_THE_FILE or not (remove_file(path) or is_blocked(path)):
+            if found.errno in NOT_OF_THE_FILE or remove_file(path) is not None:
                 self._failed(self._reads, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
@@ -214,8 +216,11 @@ class FileStorage(HiCacheStorage):
         """Store pages as files, as far as there is room; return for each key whether its page is stored."""
         with self._calls.one():
             parts = [part_of(each) for each in self._pools.values()]
-            writer = PageWriter(self._files, self._threads, pool, self._model, parts)
-            jobs = writer.jobs(keys, pages, parents)
+            writer = PageWriter(self._files, self._threads, pool, parts, self._count)
+            jobs = [
+                Job(key + self._model, None if parent is None else parent + self._model, page, tick)
+                for key, parent, page, tick in zip(keys, parents, pages, self._files.ticks(len(keys)), strict=True)
+            ]
             step = writer.chunk_pages
             for start in range(0, len(jobs), step):
                 if self._writes.active:
@@ -229,9 +234,6 @@ class FileStorage(HiCacheStorage):
                     self._count(write_errors=1)
                     self._failed(self._writes, "store", error)
                     break
-                finally:
-                    self._count(**writer.counts)
-                    writer.counts.clear()
             return writer.settled(jobs)
 
     # Faults
@@ -240,7 +242,7 @@ class FileStorage(HiCacheStorage):
         """Note a part that is gone, if it is one of this model and of a pool as it is registered here."""
         pool = self._pools.get(part.rpartition("-")[0])
         if pool is not None and part_of(pool) == part and page.endswith(self._model):
-            self.note_removed((page[: -len(self._model)],), pool.name)
+            self.note_removed((page[:-MODEL_BYTES],), pool.name)
 
     def _failed(self, backoff: Backoff, what: str, error: OSError) -> None:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from .page_file import opened
+
 _CACHESTAT = 451  # the number of the system call on every architecture; Linux has it since 6.5
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 # Too short a call to give the GIL up for.
@@ -21,14 +23,11 @@ class _Statistics(ctypes.Structure):
 
 def is_cached(path: str) -> bool:
     """Return whether all of a file is in the page cache; False where there is no file, or the kernel does not say."""
+    whole, found = _Range(0, 0), _Statistics()
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(path) as file:
+            pages = -(-os.fstat(file).st_size // _PAGE)
+            failed = _libc.syscall(_CACHESTAT, file, ctypes.byref(whole), ctypes.byref(found), 0)
     except OSError:
         return False
-    try:
-        pages = -(-os.fstat(file).st_size // _PAGE)
-        whole, found = _Range(0, 0), _Statistics()
-        failed = _libc.syscall(_CACHESTAT, file, ctypes.byref(whole), ctypes.byref(found), 0)
-        return not failed and found.cached >= pages
-    finally:
-        os.close(file)
+    return not failed and found.cached >= pages

@@ -13,18 +13,18 @@ from hicache_kernels.files import FileRead, read_files
 from hicache_kernels.probe import load_outcome_so_far
 
 from .io_threads import IoThreads
-from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageRead, outcome_of, read_page
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageId, PageRead, read_page
 from .xxh3 import digest_of, xxh3_checksum
 
 logger = logging.getLogger(__name__)
 
 
 class PageRequest(NamedTuple):
-    """A page to read: its file, what gives the memory that its payload goes to, and the key that it must have."""
+    """A page to read: its file, what gives the memory that its payload goes to, and what it must be."""
 
     path: str
     memory: Callable[[], Sequence[memoryview]]
-    key: bytes
+    page: PageId
 
 
 class PageReader:
@@ -56,15 +56,13 @@ class PageReader:
             _log_once(missing)
         return missing is None
 
-    def read(
-        self, requests: Sequence[PageRequest], *, fingerprint: bytes, page_bytes: int, waits: bool
-    ) -> list[PageRead | OSError]:
+    def read(self, requests: Sequence[PageRequest], *, waits: bool) -> list[PageRead | OSError]:
         """Read pages and check them, as :func:`read_page` does.
 
         Parameters
         ----------
-        requests, fingerprint, page_bytes
-            The pages, what their footers must say, and the bytes of each.
+        requests
+            At least one, all of one size.
         waits
             Whether most of them have to come from a disk.
 
@@ -73,10 +71,9 @@ class PageReader:
         list of PageRead or OSError
             One a request, in order; the error where :func:`read_page` would raise it.
         """
-        read_one = functools.partial(self._read_one, fingerprint)
-        item_bytes = page_bytes + 4096
+        item_bytes = requests[0].page.size + 4096
         if not self.compiled:
-            return self._threads.map(read_one, requests, item_bytes, waits=waits)
+            return self._threads.map(self._read_one, requests, item_bytes, waits=waits)
         footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
         ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
         held: list[memoryview] = []
@@ -102,22 +99,20 @@ class PageReader:
                 results.append(PageRead(Outcome.MISSING))
             elif file.error:
                 results.append(OSError(file.error, os.strerror(file.error), request.path))
-            elif self._is_hit(file, bytes(footer), request.key, fingerprint, page_bytes):
+            elif self._is_hit(request, file, bytes(footer)):
                 results.append(PageRead(Outcome.HIT, file.changed_ns))
             else:  # rare, and it takes a second look to tell what it is
-                results.append(read_one(request))
+                results.append(self._read_one(request))
         return results
 
-    def _is_hit(self, file: FileRead, footer: bytes, key: bytes, fingerprint: bytes, page_bytes: int) -> bool:
+    def _is_hit(self, request: PageRequest, file: FileRead, footer: bytes) -> bool:
         # Of what was not read in full, the footer is zeros.
-        outcome = outcome_of(footer, digest_of(file.low, file.high), page_bytes, key, fingerprint)
+        outcome = request.page.outcome(footer, digest_of(file.low, file.high))
         return outcome is Outcome.HIT and file.owner == self._owner
 
-    def _read_one(self, fingerprint: bytes, request: PageRequest) -> PageRead | OSError:
+    def _read_one(self, request: PageRequest) -> PageRead | OSError:
         try:
-            return read_page(
-                request.path, request.memory(), key=request.key, fingerprint=fingerprint, owner=self._owner
-            )
+            return read_page(request.path, request.memory(), request.page, owner=self._owner)
         except OSError as error:
             return error
 
