@@ -49,6 +49,6 @@ def test_pages_come_back_from_the_page_cache_and_from_the_disk(tmp_path, monkeyp
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     monkeypatch.setattr(os, "preadv", medium(os.preadv))
     back = [bytearray(size) for size in sizes]
-    found = page_file.read_page(path, [memoryview(part) for part in back], page, owner=os.geteuid())
+    found = page_file.read_page(path, [memoryview(part) for part in back], page)
     assert found.outcome is page_file.Outcome.HIT
     assert back == data

@@ -223,14 +223,9 @@ def _check_trusted(path: str, status: os.stat_result, forbidden: int) -> None:
 
 def _open_lock(path: str) -> int:
     """Open a lock file, which is made where it is missing."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = os.open(path, flags)
-    except FileNotFoundError:
-        try:
-            file = new_file(path)
-        except FileExistsError:  # another process was faster
-            file = os.open(path, flags)
+    with contextlib.suppress(FileExistsError):
+        os.close(new_file(path))
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
@@ -244,18 +239,16 @@ def _open_lock(path: str) -> int:
 
 def _flock(path: str, how: int, deadline: float) -> int:
     """Open and lock a file; closing the descriptor unlocks it."""
-    file = _open_lock(path)
-    pause = 50e-6
-    while True:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
+    file, pause = _open_lock(path), 50e-6
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                return file
             if time.monotonic() > deadline:
-                os.close(file)
-                raise TimeoutError(f"{path} is locked for more than {_LOCK_SECONDS:g} s") from None
-        except BaseException:
-            os.close(file)
-            raise
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
+                raise TimeoutError(f"{path} is locked for more than {_LOCK_SECONDS:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+    except BaseException:
+        os.close(file)
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -22,7 +21,7 @@ from .fingerprint import Fingerprint
 from .io_threads import IoThreads
 from .page_cache import is_cached
 from .page_file import Outcome, PageId, PageRead
-from .page_reader import PageReader, PageRequest
+from .page_reader import PageRequest, compiled_reads, read_pages
 from .page_writer import NOT_OF_THE_FILE, Job, PageWriter
 from .running_calls import RunningCalls
 
@@ -81,16 +80,13 @@ class FileStorage(HiCacheStorage):
         self._root = os.path.abspath(directory)
         self._reads, self._writes = Backoff(clock), Backoff(clock)
         self._calls = RunningCalls()  # that move or remove pages
-        with contextlib.ExitStack() as undo:
-            try:
-                self._files = FilePages(self._root, capacity_bytes, self._lock, self._counts, self._note_part_removed)
-            except OSError as error:
-                why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
-                raise type(error)(error.errno, why, error.filename) from error
-            undo.callback(self._files.directory.close)
-            self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
-            self._reader = PageReader(self._threads, os.geteuid())
-            undo.pop_all()
+        self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
+        compiled_reads()  # starts to load them
+        try:
+            self._files = FilePages(self._root, capacity_bytes, self._lock, self._counts, self._note_part_removed)
+        except OSError as error:
+            why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
+            raise type(error)(error.errno, why, error.filename) from error
 
     def page_path(self, key: bytes, name: str = "kv") -> str:
         """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
@@ -116,7 +112,7 @@ class FileStorage(HiCacheStorage):
                 bytes=self._files.index.total_bytes,
                 capacity_bytes=self._capacity,
                 backing_off=self._reads.active or self._writes.active,
-                compiled_reads=self._reader.compiled,
+                compiled_reads=compiled_reads(),
                 **self._counts,
             )
 
@@ -190,7 +186,7 @@ class FileStorage(HiCacheStorage):
             for name, page in zip(names, pages, strict=True)
         ]
         now = time.time_ns()
-        found = zip(requests, self._reader.read(requests, waits=waits), strict=True)
+        found = zip(requests, read_pages(self._threads, requests, waits=waits), strict=True)
         return [self._settled(request.path, page, now) for request, page in found]
 
     def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:

@@ -159,26 +159,19 @@ class FilePages:
             fresh = StorageDirectory(self.root)
             self.directory.close()
             self.directory = fresh
-            known = [(entry.key, part) for entry in self.index for part, _ in entry.parts]
-            self.index.clear()
             self.lost = False
         try:
             self.scan()
         except BaseException:
             self.lost = True
             raise
-        with self._lock:
-            for page, part in known:
-                entry = self.index.get(page)
-                if entry is None or entry.part_bytes(part) is None:
-                    self._removed(page, part)
 
     def remove(self, model: bytes) -> None:
         """Remove all pages of a fingerprint; the directory's lock is held."""
         self.scan()
         with self._lock:
             for entry in [entry for entry in self.index if entry.key.endswith(model)]:
-                self._unlink(entry, [part for part, _ in entry.parts])
+                self._remove(entry)
 
     def _forget_if_gone(self, page: bytes, part: str) -> None:
         entry = self.index.get(page)
@@ -271,24 +264,19 @@ class FilePages:
             if touched > entry.tick:  # another process has used it since
                 self.index.touch(entry.key, touched)
                 continue
-            left = []
-            for part, part_size in entry.parts:
-                path = self.path(entry.key, part)
-                if part_size != size or len(self._spares) >= count or file_size(path) is None:
-                    left.append(part)
-                    continue
+            self._remove(entry, size, count)
+            self._counts["evicted"] += 1
+
+    def _remove(self, entry: PageEntry, size: int = 0, count: int = 0) -> None:
+        """Remove a page, and make its files of ``size`` bytes spares, up to ``count``; both locks are held."""
+        for part, part_size in entry.parts:
+            path = self.path(entry.key, part)
+            if part_size == size and len(self._spares) < count and file_size(path) is not None:
                 with contextlib.suppress(FileNotFoundError):
                     spare = self.directory.temporary_path(path)
                     os.rename(path, spare)
                     self._spares.append(spare)
-            self._unlink(entry, left)
-            self._counts["evicted"] += 1
-
-    def _unlink(self, entry: PageEntry, parts: Sequence[str]) -> None:
-        """Remove a page, of whose files only those of ``parts`` are left; lock and directory's lock are held."""
-        for part in parts:
-            error = remove_file(self.path(entry.key, part))
-            if error is not None:
+            elif error := remove_file(path):
                 raise error
         self.index.remove(entry.key)
         for part, _ in entry.parts:

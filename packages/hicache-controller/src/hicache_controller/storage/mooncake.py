@@ -214,12 +214,11 @@ class MooncakeStorage(HiCacheStorage):
             for job, code in zip(jobs, self._move("batch_get_into_multi_buffers", jobs), strict=True):
                 outcome = self._outcome(pool, job, code)
                 job.loaded = outcome is Outcome.HIT
-                if job.loaded:
-                    continue
-                if outcome is not Outcome.MISSING:
+                if outcome not in (Outcome.HIT, Outcome.MISSING):
                     self._count(**{outcome.value: 1})
                     bad.append(job.name)
-                if outcome is not Outcome.MISSING or code in _ABSENT:
+                    self.note_removed((job.key,), pool.name)
+                elif code in _ABSENT:
                     self.note_removed((job.key,), pool.name)
         if bad:
             logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)

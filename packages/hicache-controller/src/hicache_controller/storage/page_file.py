@@ -174,8 +174,8 @@ def opened(path: str) -> Iterator[int]:
         os.close(file)
 
 
-def read_page(path: str, views: Sequence[memoryview], page: PageId, *, owner: int) -> PageRead:
-    """Read a page into ``views`` and check it.
+def read_page(path: str, views: Sequence[memoryview], page: PageId) -> PageRead:
+    """Read a page into ``views`` and check it; its file must belong to this user.
 
     Parameters
     ----------
@@ -183,8 +183,6 @@ def read_page(path: str, views: Sequence[memoryview], page: PageId, *, owner: in
         The file, and what it must say it is.
     views
         Where the payload goes; undefined unless the outcome is a hit.
-    owner
-        User id the file must belong to.
 
     Raises
     ------
@@ -194,7 +192,7 @@ def read_page(path: str, views: Sequence[memoryview], page: PageId, *, owner: in
     try:
         with opened(path) as file:
             status = os.fstat(file)
-            outcome = _read_open(file, status, views, page, owner)
+            outcome = _read_open(file, status, views, page)
     except FileNotFoundError:
         return PageRead(Outcome.MISSING)
     if outcome is not Outcome.HIT and not _is(path, status):
@@ -202,10 +200,10 @@ def read_page(path: str, views: Sequence[memoryview], page: PageId, *, owner: in
     return PageRead(outcome, status.st_mtime_ns)
 
 
-def _read_open(file: int, status: os.stat_result, views: Sequence[memoryview], page: PageId, owner: int) -> Outcome:
+def _read_open(file: int, status: os.stat_result, views: Sequence[memoryview], page: PageId) -> Outcome:
     if not stat.S_ISREG(status.st_mode):
         return Outcome.FOREIGN
-    if status.st_uid != owner:
+    if status.st_uid != os.geteuid():
         return Outcome.WRONG_OWNER
     if status.st_size != page.size + FOOTER_BYTES:
         version = _version_of(_end_of(file, status.st_size))

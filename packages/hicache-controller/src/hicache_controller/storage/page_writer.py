@@ -37,6 +37,7 @@ class Job:
     stored: bool = False
 
 
+@dataclass(eq=False)
 class PageWriter:
     """The pages of one call of ``store_pages``, which do not make room for each other.
 
@@ -52,27 +53,21 @@ class PageWriter:
         Adds to the storage's counters.
     """
 
-    def __init__(
-        self,
-        files: FilePages,
-        threads: IoThreads,
-        pool: RegisteredPool,
-        pool_parts: Sequence[str],
-        count: Callable[..., None],
-    ) -> None:
-        self._files = files
-        self._threads = threads
-        self._pool = pool
-        self._part = part_of(pool)
-        self._pool_parts = pool_parts
-        self._count = count
-        self._size = disk_bytes(pool.page_bytes + FOOTER_BYTES)
+    files: FilePages
+    threads: IoThreads
+    pool: RegisteredPool
+    pool_parts: Sequence[str]
+    count: Callable[..., None]
+
+    def __post_init__(self) -> None:
+        self._part = part_of(self.pool)
+        self._size = disk_bytes(self.pool.page_bytes + FOOTER_BYTES)
         self._keep: set[bytes] = set()
 
     @property
     def chunk_pages(self) -> int:
         """Pages to store at once."""
-        return max(1, min(_CHUNK_PAGES, min(_CHUNK_BYTES, self._files.share) // self._size))
+        return max(1, min(_CHUNK_PAGES, min(_CHUNK_BYTES, self.files.share) // self._size))
 
     def store(self, jobs: list[Job]) -> bool:
         """Store a chunk; return whether anything was written. A failure of the medium is raised once all is settled."""
@@ -80,35 +75,35 @@ class PageWriter:
         self._keep.update(page for job in jobs for page in (job.page, job.parent) if page is not None)
         if not todo:
             return False
-        with self._files.room_for(self._size, len(todo), self._keep) as there_is_room:
+        with self.files.room_for(self._size, len(todo), self._keep) as there_is_room:
             if there_is_room:
                 self._write_and_publish(todo)
             else:
-                self._count(no_room=len(todo))
+                self.count(no_room=len(todo))
         return there_is_room
 
     def settled(self, jobs: list[Job]) -> list[bool]:
         """Return what is stored as the call ends: other calls and other processes may have evicted some of it."""
-        there = {job.page: self._files.has(job.page, self._pool) for job in jobs if job.stored}
+        there = {job.page: self.files.has(job.page, self.pool) for job in jobs if job.stored}
         # Times after those of the files, or these would count as another process's use.
-        self._files.note(list(there), self._part, list(there.values()))
+        self.files.note(list(there), self._part, list(there.values()))
         return [there.get(job.page, False) for job in jobs]
 
     def _without_present(self, jobs: list[Job]) -> list[Job]:
-        self._files.touch((job.parent, job.tick + 1) for job in jobs if job.parent is not None)
+        self.files.touch((job.parent, job.tick + 1) for job in jobs if job.parent is not None)
         for job in jobs:
-            job.stored = self._files.has(job.page, self._pool)
+            job.stored = self.files.has(job.page, self.pool)
             if job.stored:
-                self._files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=False)
+                self.files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=False)
         todo = [job for job in jobs if not job.stored]
-        self._count(present=len(jobs) - len(todo))
+        self.count(present=len(jobs) - len(todo))
         return todo
 
     def _without_orphans(self, jobs: list[Job]) -> list[Job]:
         """Refuse pages whose parent is not stored before room is made for them."""
         known = {job.page for job in jobs}
         kept = [job for job in jobs if job.parent in known or self._is_stored(job.parent)]
-        self._count(orphans=len(jobs) - len(kept))
+        self.count(orphans=len(jobs) - len(kept))
         return kept
 
     def _is_stored(self, page: bytes | None) -> bool:
@@ -118,11 +113,11 @@ class PageWriter:
         """
         if page is None:
             return True
-        return any(self._files.size(page, part) is not None for part in (*self._files.parts(page), *self._pool_parts))
+        return any(self.files.size(page, part) is not None for part in (*self.files.parts(page), *self.pool_parts))
 
     def _write_and_publish(self, jobs: list[Job]) -> None:
         """Write pages and give them their names; where the disk is full, once more after eviction."""
-        directory = self._files.directory
+        directory = self.files.directory
         try:
             with directory.locked(exclusive=False):
                 self._write_all(jobs)
@@ -132,7 +127,7 @@ class PageWriter:
             warn_once(
                 f"storage {directory.root}: the disk or this user's quota is full; pages are evicted to store others"
             )
-            self._files.make_room_on_disk(self._size, full, self._keep)
+            self.files.make_room_on_disk(self._size, full, self._keep)
             with directory.locked(exclusive=False):
                 self._write_all(jobs)
                 self._publish(jobs)
@@ -145,21 +140,21 @@ class PageWriter:
     def _write_all(self, jobs: list[Job]) -> None:
         """Write what is not written yet under temporary names."""
         left = [job for job in jobs if not job.written]
-        worth = self._pool.page_bytes if self._pool.page_bytes >= _SPREAD_WRITES else 0
-        self._threads.map(self._write, left, worth, waits=True)
+        worth = self.pool.page_bytes if self.pool.page_bytes >= _SPREAD_WRITES else 0
+        self.threads.map(self._write, left, worth, waits=True)
         for job in left:
             if job.error is not None and job.error.errno in NOT_OF_THE_FILE:
                 self._write(job)  # alone it may get what several at once did not
 
     def _write(self, job: Job) -> None:
-        spare = self._files.take_spare()
-        job.path = self._files.temporary_path(job.page, self._part) if spare is None else spare
+        spare = self.files.take_spare()
+        job.path = self.files.temporary_path(job.page, self._part) if spare is None else spare
         try:
             # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
             write_page(
                 job.path,
-                self._pool.memory(job.host_page),
-                PageId(job.page[:-MODEL_BYTES], self._pool.digest, self._pool.page_bytes),
+                self.pool.memory(job.host_page),
+                PageId(job.page[:-MODEL_BYTES], self.pool.digest, self.pool.page_bytes),
                 parent=None if job.parent is None else job.parent[:-MODEL_BYTES],
                 touched=job.tick,
                 over=spare is not None,
@@ -177,25 +172,25 @@ class PageWriter:
                 failure = failure or job.error
                 continue
             if job.parent not in published and not self._is_stored(job.parent):
-                self._count(orphans=1)
+                self.count(orphans=1)
                 remove_file(job.path)
                 continue
-            path = self._files.path(job.page, self._part)
+            path = self.files.path(job.page, self._part)
             try:
                 os.rename(job.path, path)
             except OSError as error:
                 remove_file(job.path)
                 if is_blocked(path):  # of this page alone
-                    self._count(write_errors=1)
-                    where = f"storage {self._files.root}: {path}"
+                    self.count(write_errors=1)
+                    where = f"storage {self.files.root}: {path}"
                     warn_once(f"{where} is not a file, so its page cannot be stored; remove it")
                 else:
                     failure = failure or error
                 continue
             published.add(job.page)
             job.stored = True
-            self._files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=True)
+            self.files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=True)
         stored = sum(job.stored for job in jobs)
-        self._count(stored=stored, bytes_written=stored * self._pool.page_bytes)
+        self.count(stored=stored, bytes_written=stored * self.pool.page_bytes)
         if failure is not None:
             raise failure
