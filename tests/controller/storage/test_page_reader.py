@@ -33,7 +33,7 @@ def threads():
 def read(threads, reading):
     """Reads pages."""
     assert compiled_reads() == (reading == "compiled")
-    return lambda requests: read_pages(threads, requests, waits=False)
+    return lambda requests: read_pages(threads, requests)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_pages_are_read_in_python_until_the_module_is_there(threads, request_of,
     monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: next(outcomes))
     monkeypatch.setattr(page_reader, "read_files", lambda *args, **how: pytest.fail("not loaded yet"))
     request, payload, back = request_of("page")
-    assert read_pages(threads, [request], waits=False)[0].outcome is Outcome.HIT
+    assert read_pages(threads, [request])[0].outcome is Outcome.HIT
     assert bytes(back) == payload
 
 

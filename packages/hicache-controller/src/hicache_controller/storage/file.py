@@ -19,7 +19,6 @@ from .directory import MODEL_BYTES, remove_file, renew
 from .file_pages import FilePages, part_of
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
-from .page_cache import is_cached
 from .page_file import Outcome, PageId, PageRead
 from .page_reader import PageRequest, compiled_reads, read_pages
 from .page_writer import NOT_OF_THE_FILE, Job, PageWriter
@@ -142,12 +141,12 @@ class FileStorage(HiCacheStorage):
         if self._reads.active:
             self._count(skipped=len(keys))
             return [False] * len(keys)
-        names, present = [key + self._model for key in keys], []
+        names, part, present = [key + self._model for key in keys], part_of(pool), []
         for name in names:
-            present.append(self._files.has(name, pool))
+            present.append(self._files.has(name, part, pool.page_bytes))
             if leading and not present[-1]:
                 break
-        self._files.note(names, part_of(pool), present)
+        self._files.note(names, part, present)
         return present
 
     def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
@@ -156,14 +155,19 @@ class FileStorage(HiCacheStorage):
             if self._reads.active:
                 self._count(skipped=len(keys))
                 return [False] * len(keys)
-            part = part_of(pool)
-            names = [key + self._model for key in keys]
-            # Pages that are read together were mostly written together.
-            waits = not all(is_cached(self._files.path(name, part)) for name in {names[0], names[-1]})
-            outcomes: list[Outcome] = []
+            names, part, outcomes = [key + self._model for key in keys], part_of(pool), []
             for start in range(0, len(keys), _READ_PAGES):
-                end = start + _READ_PAGES
-                outcomes += self._read(pool, names[start:end], pages[start:end], waits)
+                these = slice(start, start + _READ_PAGES)
+                requests = [
+                    PageRequest(
+                        self._files.path(name, part),
+                        functools.partial(pool.memory, page),
+                        PageId(name[:-MODEL_BYTES], pool.digest, pool.page_bytes),
+                    )
+                    for name, page in zip(names[these], pages[these], strict=True)
+                ]
+                found = zip(requests, read_pages(self._threads, requests), strict=True)
+                outcomes += [self._settled(request.path, page) for request, page in found]
         loaded = [outcome is Outcome.HIT for outcome in outcomes]
         self._files.note(names, part, loaded)  # one that another process stored gets its parent with the next scan
         # Also where it was not known to be there.
@@ -176,20 +180,7 @@ class FileStorage(HiCacheStorage):
             logger.info("storage %s: reading works again", self._root)
         return loaded
 
-    def _read(self, pool: RegisteredPool, names: list[bytes], pages: list[int], waits: bool) -> list[Outcome]:
-        requests = [
-            PageRequest(
-                self._files.path(name, part_of(pool)),
-                functools.partial(pool.memory, page),
-                PageId(name[:-MODEL_BYTES], pool.digest, pool.page_bytes),
-            )
-            for name, page in zip(names, pages, strict=True)
-        ]
-        now = time.time_ns()
-        found = zip(requests, read_pages(self._threads, requests, waits=waits), strict=True)
-        return [self._settled(request.path, page, now) for request, page in found]
-
-    def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:
+    def _settled(self, path: str, found: PageRead | OSError) -> Outcome:
         """Renew a page that is used, remove one that cannot be, and return which it is."""
         if isinstance(found, OSError):
             self._count(read_errors=1)
@@ -197,7 +188,7 @@ class FileStorage(HiCacheStorage):
                 self._failed(self._reads, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
-            if now - found.touched > _TOUCH_NS:
+            if time.time_ns() - found.touched > _TOUCH_NS:
                 renew(path)
         elif found.outcome is not Outcome.MISSING:
             logger.debug("storage %s: page %s is %s and removed", self._root, path, found.outcome.value)

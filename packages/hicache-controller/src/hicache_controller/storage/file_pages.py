@@ -79,9 +79,9 @@ class FilePages:
         """Return the bytes of a part's file; None where there is none."""
         return file_size(self.path(page, part))
 
-    def has(self, page: bytes, pool: RegisteredPool) -> bool:
-        """Return whether a pool's part of a page is there, in full."""
-        return self.size(page, part_of(pool)) == pool.page_bytes + FOOTER_BYTES
+    def has(self, page: bytes, part: str, page_bytes: int) -> bool:
+        """Return whether a part is there, in full."""
+        return self.size(page, part) == page_bytes + FOOTER_BYTES
 
     def temporary_path(self, page: bytes, part: str) -> str:
         """Return a name next to a part's path that no other thread or process writes to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,21 @@ from hicache_kernels.files import FileRead, read_files
 from hicache_kernels.probe import load_outcome_so_far, warn_once
 
 from .io_threads import IoThreads
-from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageId, PageRead, read_page
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageId, PageRead, opened, read_page
 from .xxh3 import digest_of, xxh3_checksum
+
+_CACHESTAT = 451  # the number of the system call on every architecture; Linux has it since 6.5
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# Too short a call to give the GIL up for.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
+
+
+class _Statistics(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")]
 
 
 class PageRequest(NamedTuple):
@@ -36,7 +50,7 @@ def compiled_reads() -> bool:
     return missing is None
 
 
-def read_pages(threads: IoThreads, requests: Sequence[PageRequest], *, waits: bool) -> list[PageRead | OSError]:
+def read_pages(threads: IoThreads, requests: Sequence[PageRequest]) -> list[PageRead | OSError]:
     """Read pages and check them, as :func:`read_page` does.
 
     Parameters
@@ -45,8 +59,6 @@ def read_pages(threads: IoThreads, requests: Sequence[PageRequest], *, waits: bo
         What reads.
     requests
         At least one, all of one size. Their files must belong to this user.
-    waits
-        Whether most of them have to come from a disk.
 
     Returns
     -------
@@ -54,6 +66,8 @@ def read_pages(threads: IoThreads, requests: Sequence[PageRequest], *, waits: bo
         One a request, in order; the error where :func:`read_page` would raise it.
     """
     item_bytes = requests[0].page.size + 4096
+    # Pages that are read together were mostly written together.
+    waits = not all(is_cached(path) for path in {requests[0].path, requests[-1].path})
     if not compiled_reads():
         return threads.map(_read_one, requests, item_bytes, waits=waits)
     footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
@@ -99,3 +113,15 @@ def _read_one(request: PageRequest) -> PageRead | OSError:
         return read_page(request.path, request.memory(), request.page)
     except OSError as error:
         return error
+
+
+def is_cached(path: str) -> bool:
+    """Return whether all of a file is in the page cache; False where there is no file, or the kernel does not say."""
+    whole, found = _Range(0, 0), _Statistics()
+    try:
+        with opened(path) as file:
+            pages = -(-os.fstat(file).st_size // _PAGE)
+            failed = _libc.syscall(_CACHESTAT, file, ctypes.byref(whole), ctypes.byref(found), 0)
+    except OSError:
+        return False
+    return not failed and found.cached >= pages

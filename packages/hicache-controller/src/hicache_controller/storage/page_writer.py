@@ -84,7 +84,7 @@ class PageWriter:
 
     def settled(self, jobs: list[Job]) -> list[bool]:
         """Return what is stored as the call ends: other calls and other processes may have evicted some of it."""
-        there = {job.page: self.files.has(job.page, self.pool) for job in jobs if job.stored}
+        there = {job.page: self.files.has(job.page, self._part, self.pool.page_bytes) for job in jobs if job.stored}
         # Times after those of the files, or these would count as another process's use.
         self.files.note(list(there), self._part, list(there.values()))
         return [there.get(job.page, False) for job in jobs]
@@ -92,7 +92,7 @@ class PageWriter:
     def _without_present(self, jobs: list[Job]) -> list[Job]:
         self.files.touch((job.parent, job.tick + 1) for job in jobs if job.parent is not None)
         for job in jobs:
-            job.stored = self.files.has(job.page, self.pool)
+            job.stored = self.files.has(job.page, self._part, self.pool.page_bytes)
             if job.stored:
                 self.files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=False)
         todo = [job for job in jobs if not job.stored]
