@@ -507,7 +507,7 @@ def test_settings_out_of_range_raise():
 
 class Raises(StorageTask):
     def __init__(self, error):
-        super().__init__(())
+        super().__init__(calls=None, worker=None)
         self.raised = error
 
     def _move(self):

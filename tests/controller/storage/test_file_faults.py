@@ -14,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from hicache_controller.storage import FileStorage, Fingerprint
+from hicache_controller.storage import FileStorage, Fingerprint, file
 
 pytestmark = pytest.mark.usefixtures("reading")
 
@@ -368,7 +368,7 @@ def test_an_error_that_is_not_of_the_file_removes_no_page(stored, clock, monkeyp
     removed = []
     storage.set_removal_listener(lambda keys, name: removed.extend(keys))
     with monkeypatch.context() as broken:
-        broken.setattr(storage._reader, "read", lambda requests, **how: [OSError(getattr(errno, code), "no")] * KEYS)
+        broken.setattr(file, "read_pages", lambda *_: [OSError(getattr(errno, code), "no")] * KEYS)
         assert storage.batch_get(keys, pool.slots(range(20, 28))) == [False] * KEYS
     works_again(storage, pool, keys, contents, clock)
     assert removed == []

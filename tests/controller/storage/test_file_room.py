@@ -149,11 +149,11 @@ def test_a_page_that_lacked_what_others_of_its_call_held_is_stored_after_them(
     storage.register_mem_pool_host(pool)
     contents, left = pool.fill(range(8)), {keys[3], keys[6]}
 
-    def lacking(path, *args, key, **how):
-        if key in left:
-            left.remove(key)
+    def lacking(path, views, page, **how):
+        if page.key in left:
+            left.remove(page.key)
             raise OSError(code, os.strerror(code), path)
-        page_file.write_page(path, *args, key=key, **how)
+        page_file.write_page(path, views, page, **how)
 
     monkeypatch.setattr(page_writer, "write_page", lacking)
     assert storage.batch_set(keys, pool.slots(range(8)), parents=chain(keys)) == [True] * 8

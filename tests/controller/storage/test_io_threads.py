@@ -6,9 +6,9 @@ import threading
 import pytest
 from tests.conftest import needs
 
-from hicache_controller.storage import FileStorage, file, io_threads
+from hicache_controller.storage import FileStorage, io_threads, page_reader
 from hicache_controller.storage.io_threads import IoThreads
-from hicache_controller.storage.page_cache import is_cached
+from hicache_controller.storage.page_reader import is_cached
 
 MB = 1 << 20
 WAIT_SECONDS = 30
@@ -170,7 +170,7 @@ def test_pages_in_the_page_cache_are_busy_work_and_others_wait(
     storage.register_mem_pool_host(pool)
     assert all(storage.batch_set(keys, pool.slots(range(5))))
     asked, used = [], []
-    monkeypatch.setattr(file, "is_cached", lambda path: asked.append(path) or cached)
+    monkeypatch.setattr(page_reader, "is_cached", lambda path: asked.append(path) or cached)
     real = storage._threads.worth
     monkeypatch.setattr(storage._threads, "worth", lambda *args, **how: used.append(how) or real(*args, **how))
     assert all(storage.batch_get(keys, pool.slots(range(5))))

@@ -40,15 +40,15 @@ def a_little_at_a_time(real):
 @pytest.mark.parametrize("sizes", [[20_000], [70_001], [300_000, 5, 3 << 20], [64 << 10] * 40])
 def test_pages_come_back_from_the_page_cache_and_from_the_disk(tmp_path, monkeypatch, medium, dropped, sizes):
     data = [os.urandom(size) for size in sizes]
-    names = {"key": b"key", "fingerprint": os.urandom(16)}
+    page = page_file.PageId(b"key", os.urandom(16), sum(sizes))
     path = str(tmp_path / "page")
-    page_file.write_page(path, [memoryview(part) for part in data], parent=None, **names)
+    page_file.write_page(path, [memoryview(part) for part in data], page, parent=None)
     if dropped:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     monkeypatch.setattr(os, "preadv", medium(os.preadv))
     back = [bytearray(size) for size in sizes]
-    found = page_file.read_page(path, [memoryview(part) for part in back], owner=os.geteuid(), **names)
+    found = page_file.read_page(path, [memoryview(part) for part in back], page)
     assert found.outcome is page_file.Outcome.HIT
     assert back == data

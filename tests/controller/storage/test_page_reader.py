@@ -14,12 +14,11 @@ import xxhash
 
 from hicache_controller.storage import FileStorage, page_file, page_reader, xxh3
 from hicache_controller.storage.io_threads import IoThreads
-from hicache_controller.storage.page_file import Outcome
-from hicache_controller.storage.page_reader import PageReader, PageRequest
-from hicache_kernels import files
+from hicache_controller.storage.page_file import Outcome, PageId
+from hicache_controller.storage.page_reader import PageRequest, compiled_reads, read_pages
+from hicache_kernels import files, probe
 from hicache_kernels.probe import LoadOutcome
 
-NAMES = {"key": b"key", "fingerprint": bytes(range(16))}
 SIZE = 100_000
 
 
@@ -31,10 +30,10 @@ def threads():
 
 
 @pytest.fixture
-def reader(threads, reading):
-    made = PageReader(threads, os.geteuid())
-    assert made.compiled == (reading == "compiled")
-    return made
+def read(threads, reading):
+    """Reads pages."""
+    assert compiled_reads() == (reading == "compiled")
+    return lambda requests: read_pages(threads, requests)
 
 
 @pytest.fixture
@@ -43,21 +42,18 @@ def request_of(tmp_path):
 
     def make(name, size=SIZE):
         path, payload = str(tmp_path / name), os.urandom(size)
-        page_file.write_page(path, [memoryview(payload)], parent=None, **NAMES)
+        page = PageId(b"key", bytes(range(16)), size)
+        page_file.write_page(path, [memoryview(payload)], page, parent=None)
         back = memoryview(bytearray(size))
-        return PageRequest(path, lambda: (back[: size // 3], back[size // 3 :]), b"key"), payload, back
+        return PageRequest(path, lambda: (back[: size // 3], back[size // 3 :]), page), payload, back
 
     return make
 
 
-def read(reader, requests, size=SIZE):
-    return reader.read(requests, fingerprint=NAMES["fingerprint"], page_bytes=size, waits=False)
-
-
 @pytest.mark.parametrize("size", [0, 1, 128, SIZE, 3 << 20])
-def test_pages_come_back_with_the_time_of_their_files(reader, request_of, size):
+def test_pages_come_back_with_the_time_of_their_files(read, request_of, size):
     pages = [request_of(str(i), size) for i in range(7)]
-    found = read(reader, [page[0] for page in pages], size)
+    found = read([page[0] for page in pages])
     assert found == [(Outcome.HIT, os.stat(request.path).st_mtime_ns) for request, _, _ in pages]
     assert [payload for _, payload, _ in pages] == [bytes(back) for _, _, back in pages]
 
@@ -97,10 +93,10 @@ def link(path):
         (link, OSError),
     ],
 )
-def test_a_bad_page_among_good_ones_is_reported(reader, request_of, change, outcome):
+def test_a_bad_page_among_good_ones_is_reported(read, request_of, change, outcome):
     pages = [request_of(str(i)) for i in range(3)]
     change(pages[1][0].path)
-    first, bad, last = read(reader, [page[0] for page in pages])
+    first, bad, last = read([page[0] for page in pages])
     assert (first.outcome, last.outcome) == (Outcome.HIT, Outcome.HIT)
     if outcome is OSError:
         assert isinstance(bad, OSError)
@@ -110,52 +106,53 @@ def test_a_bad_page_among_good_ones_is_reported(reader, request_of, change, outc
     assert [bytes(pages[i][2]) for i in (0, 2)] == [pages[i][1] for i in (0, 2)]
 
 
-def test_pages_of_another_key_format_and_owner_are_reported(reader, threads, request_of, reading):
+def test_pages_of_another_key_format_and_owner_are_reported(read, request_of, monkeypatch):
     request = request_of("page")[0]
-    assert read(reader, [request._replace(key=b"other")])[0].outcome is Outcome.FOREIGN
-    (found,) = reader.read([request], fingerprint=bytes(16), page_bytes=SIZE, waits=True)
-    assert found.outcome is Outcome.FOREIGN
-    assert read(PageReader(threads, os.geteuid() + 1), [request])[0].outcome is Outcome.WRONG_OWNER
+    for other in ({"key": b"other"}, {"fingerprint": bytes(16)}):
+        another = request._replace(page=request.page._replace(**other))
+        assert read([another])[0].outcome is Outcome.FOREIGN
+    with monkeypatch.context() as another:
+        user = os.geteuid()
+        another.setattr(os, "geteuid", lambda: user + 1)
+        assert read([request])[0].outcome is Outcome.WRONG_OWNER
     with open(request.path, "r+b") as file:
         file.seek(-120, os.SEEK_END)
         file.write(b"\x09")
-    assert read(reader, [request])[0].outcome is Outcome.OLD_FORMAT
+    assert read([request])[0].outcome is Outcome.OLD_FORMAT
 
 
-def test_good_pages_take_no_second_look(reader, request_of, reading, monkeypatch):
+def test_good_pages_take_no_second_look(read, request_of, reading, monkeypatch):
     looks = []
     real = page_reader.read_page
     monkeypatch.setattr(page_reader, "read_page", lambda *args, **how: looks.append(args) or real(*args, **how))
-    assert all(found.outcome is Outcome.HIT for found in read(reader, [request_of(str(i))[0] for i in range(5)]))
+    assert all(found.outcome is Outcome.HIT for found in read([request_of(str(i))[0] for i in range(5)]))
     assert len(looks) == (5 if reading == "python" else 0)
 
 
 @pytest.mark.parametrize("reading", ["compiled"], indirect=True)
-def test_files_that_are_missing_or_fail_take_no_second_look(reader, request_of, monkeypatch):
+def test_files_that_are_missing_or_fail_take_no_second_look(read, request_of, monkeypatch):
     requests = [request_of(name)[0] for name in ("missing", "failing")]
     os.unlink(requests[0].path)
     link(requests[1].path)
     monkeypatch.setattr(page_reader, "read_page", lambda *args, **how: pytest.fail("a slow disk is asked again"))
-    missing, failing = read(reader, requests)
+    missing, failing = read(requests)
     assert missing.outcome is Outcome.MISSING
     assert (failing.errno, failing.filename) == (errno.ELOOP, requests[1].path)
 
 
 @pytest.mark.parametrize("reading", ["compiled"], indirect=True)
-def test_pages_are_read_in_python_until_the_module_is_there(reader, threads, request_of, monkeypatch):
-    outcomes = iter([None, None])  # while it is being made: no call waits
+def test_pages_are_read_in_python_until_the_module_is_there(threads, request_of, reading, monkeypatch):
+    outcomes = iter([None])  # while it is being made: no call waits
     monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: next(outcomes))
     monkeypatch.setattr(page_reader, "read_files", lambda *args, **how: pytest.fail("not loaded yet"))
     request, payload, back = request_of("page")
-    assert read(PageReader(threads, os.geteuid()), [request])[0].outcome is Outcome.HIT
+    assert read_pages(threads, [request])[0].outcome is Outcome.HIT
     assert bytes(back) == payload
 
 
 @pytest.mark.parametrize("reading", ["compiled"], indirect=True)
 @pytest.mark.parametrize("mapped", [0, 1, 2])
-def test_the_memory_of_every_page_stays_mapped_while_compiled_code_writes_there(
-    reader, request_of, monkeypatch, mapped
-):
+def test_the_memory_of_every_page_stays_mapped_while_compiled_code_writes_there(read, request_of, monkeypatch, mapped):
     requests = [request_of(str(i))[0] for i in range(3)]
     memory = mmap.mmap(-1, SIZE)
     requests[mapped] = requests[mapped]._replace(memory=lambda: (memoryview(memory),))
@@ -168,7 +165,7 @@ def test_the_memory_of_every_page_stays_mapped_while_compiled_code_writes_there(
         entry(*arguments)
 
     monkeypatch.setattr(files, "_function", lambda: unmapped_meanwhile)
-    assert [found.outcome for found in read(reader, requests)] == [Outcome.HIT] * 3
+    assert [found.outcome for found in read(requests)] == [Outcome.HIT] * 3
     assert tried == [mapped]
     memory.close()
 
@@ -187,7 +184,7 @@ def test_a_storage_without_compiled_reads_says_so_once_and_works(
     outcome = LoadOutcome(None, reason) if missing == "module" else LoadOutcome(object(), None)
     monkeypatch.setattr(page_reader, "load_outcome_so_far", lambda name, device_type: outcome)
     monkeypatch.setattr(page_reader, "xxh3_checksum", lambda: None)
-    page_reader._log_once.cache_clear()
+    probe.warn_once.cache_clear()
     pool, keys = fake_pool(), new_keys(4)
     contents = pool.fill(range(4))
     with caplog.at_level(logging.WARNING):
@@ -199,7 +196,7 @@ def test_a_storage_without_compiled_reads_says_so_once_and_works(
             assert [pool.read(page) for page in range(4, 8)] == contents
             assert not storage.stats().compiled_reads
             storage.close()
-    page_reader._log_once.cache_clear()
+    probe.warn_once.cache_clear()
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [f"pages of files are read one by one in Python, which is slower: {reason}"]
 

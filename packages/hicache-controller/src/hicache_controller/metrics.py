@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 Labels = tuple[tuple[str, str], ...]
@@ -141,36 +142,27 @@ class PrometheusCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families of one scrape."""
-        snapshot = self._metrics.snapshot()
-        for name, series in snapshot.counters.items():
-            counter = self._core.CounterMetricFamily(PREFIX + name, name.replace("_", " "), labels=self._names(series))
-            for key, value in series.items():
-                counter.add_metric(self._values(series, key), value)
-            yield counter
-        for name, value in snapshot.gauges.items():
-            gauge = self._core.GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=self._names({}))
-            gauge.add_metric(self._values({}, ()), value)
-            yield gauge
-        for name, observed in snapshot.histograms.items():
-            family = self._core.HistogramMetricFamily(
-                PREFIX + name, name.replace("_", " "), labels=self._names(observed)
-            )
-            for key, histogram in observed.items():
-                family.add_metric(self._values(observed, key), buckets=_cumulative(histogram), sum_value=histogram.sum)
-            yield family
-
-    def _names(self, series: dict[Labels, Any]) -> list[str]:
-        own = {name for key in series for name, _ in key}
-        return sorted(own) + [name for name, _ in self._labels if name not in own]
-
-    def _values(self, series: dict[Labels, Any], key: Labels) -> list[str]:
-        known = dict(self._labels) | dict(key)
-        return [known.get(name, "") for name in self._names(series)]
+        snapshot, core = self._metrics.snapshot(), self._core
+        gauges: dict[str, dict[Labels, float]] = {name: {(): value} for name, value in snapshot.gauges.items()}
+        for family_of, metrics in (
+            (core.CounterMetricFamily, snapshot.counters),
+            (core.GaugeMetricFamily, gauges),
+            (core.HistogramMetricFamily, snapshot.histograms),
+        ):
+            for name, series in metrics.items():
+                own = {label for key in series for label, _ in key}
+                labels = sorted(own) + [label for label, _ in self._labels if label not in own]
+                family = family_of(PREFIX + name, name.replace("_", " "), labels=labels)
+                for key, value in series.items():
+                    known = dict(self._labels) | dict(key)
+                    values = [known.get(label, "") for label in labels]
+                    if isinstance(value, HistogramSnapshot):
+                        family.add_metric(values, buckets=_cumulative(value), sum_value=value.sum)
+                    else:
+                        family.add_metric(values, value)
+                yield family
 
 
-def _cumulative(histogram: HistogramSnapshot) -> Sequence[tuple[str, int]]:
-    buckets, total = [], 0
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return buckets
+def _cumulative(histogram: HistogramSnapshot) -> list[tuple[str, int]]:
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    return list(zip(bounds, accumulate(histogram.counts), strict=True))

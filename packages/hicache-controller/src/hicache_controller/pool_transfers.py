@@ -18,7 +18,7 @@ from .indices import check_device_indices, check_range, device_slot_count, own_i
 from .operations import CacheOperation
 from .slots import Slots
 from .storage.base import ANCHOR
-from .storage_calls import StoragePart
+from .storage_tasks import StoragePart
 from .transfer_handle import words
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from hicache_pools.pool_transfer import PoolTransfer
@@ -20,14 +22,13 @@ from .events import Event
 from .failure_log import LogLimit
 from .in_flight import PageUse
 from .interrupts import interruptibly
-from .operations import OperationCancelledError, StorageAck
+from .operations import StorageAck
 from .policies import PrefetchPolicy
 from .storage.base import ANCHOR, HiCacheStorage, RemovalListener
 from .storage.generic import StorageBackend, TensorPages
-from .storage_calls import StorageCalls, StoragePart
 from .storage_lookup import StorageLookup
 from .storage_settings import StorageSettings
-from .storage_tasks import BackupOperation, PrefetchOperation, StorageTask
+from .storage_tasks import BackupOperation, PrefetchOperation, StorageCalls, StoragePart, StorageTask
 from .transfer_engine import L2TransferEngine
 from .wait_bound import WaitBound
 from .worker import Worker
@@ -131,18 +132,14 @@ class StorageLink:
             logger.warning("storage is slower than pages come; %d were dropped so far before it had taken them", total)
 
     def _skip(self, backup: BackupOperation) -> None:
-        for part in backup.parts[:1] + backup.trailing_parts:
+        for part in (*backup.parts[:1], *backup.trailing_parts):
             self.skipped(len(part.keys), part.name)
 
-    def _patience(self, bound: WaitBound) -> float:
+    def _patience(self, bound: WaitBound, calls: StorageCalls) -> float:
         """Seconds to wait for backups: none after as long a wait that ran out, until storage has ended another call."""
         seconds = min(bound.left(), self.settings.timeout_seconds)
-        waited, calls = self._in_vain
-        return 0.0 if calls == self._backup_calls() and seconds <= waited else seconds
-
-    def _backup_calls(self) -> int:
-        attached = self._attached
-        return 0 if attached is None else attached.calls.backups
+        waited, ended = self._in_vain
+        return 0.0 if ended == calls.backups and seconds <= waited else seconds
 
     def _depth(self, number: int) -> int:
         attached = self._attached
@@ -177,7 +174,11 @@ class StorageLink:
             store.register_mem_pool_host(anchor_pool)
             for name, pool in sidecars.items():
                 store.register_mem_pool_host(pool, name=name)
-            self._attached = self._start(backend, StorageCalls(store, self._metrics, settings, self.skipped))
+            calls = StorageCalls(store, self._metrics, settings, self.skipped)
+            backups = self._worker("backup", settings.backup_queue_pages)
+            prefetches, lookups = (self._worker(name, settings.prefetch_queue_pages) for name in ("prefetch", "lookup"))
+            lookup = StorageLookup(calls, lookups, self._logs)
+            self._attached = _Attached(backend, calls, backups, prefetches, lookup)
             undo.pop_all()
         self._in_vain = (0.0, -1)
         self.changes += 1
@@ -231,15 +232,8 @@ class StorageLink:
             raise RuntimeError("no storage backend is attached; attach_storage_backend must come first")
         return attached
 
-    def _start(self, backend: StorageBackend, calls: StorageCalls) -> _Attached:
-        def worker(name: str, max_pages: int) -> Worker:
-            return Worker(f"hicache-{name}", CpuDevice(), synchronous=self._synchronous, max_pages=max_pages)
-
-        settings = self.settings
-        lookups = worker("lookup", settings.prefetch_queue_pages)
-        lookup = StorageLookup(calls, lookups, self._logs)
-        backups = worker("backup", settings.backup_queue_pages)
-        return _Attached(backend, calls, backups, worker("prefetch", settings.prefetch_queue_pages), lookup)
+    def _worker(self, name: str, max_pages: int) -> Worker:
+        return Worker(f"hicache-{name}", CpuDevice(), synchronous=self._synchronous, max_pages=max_pages)
 
     def _stop(self, attached: _Attached, timeout: float, *, finish_backups: bool) -> bool:
         bound = WaitBound(timeout)
@@ -291,18 +285,21 @@ class StorageLink:
         """Queue pages for storage, or with an error only its ack; see :meth:`HiCacheController.backup`."""
         attached = self.need_backend()
         before = self._engine.predecessors(uses)
-        operation = BackupOperation(parts, node_id, attached.calls, writers=before.writers, uses=uses)
+        calls = attached.calls
+        operation = BackupOperation(
+            node_id=node_id, calls=calls, worker=attached.backups, parts=parts, uses=uses, writers=before.writers
+        )
         self._backups.append(operation)
         try:
             if error is not None:
                 operation.abandon(error)
                 return
             with self.one_call() as bound:
-                patience, calls = self._patience(bound), self._backup_calls()
-                if self._submit(attached.backups, operation, before.events, patience):
+                patience, ended = self._patience(bound, calls), calls.backups
+                if self._submit(operation, before.events, patience):
                     return
             if patience:
-                self._in_vain = (patience, calls)
+                self._in_vain = (patience, ended)
             self._skip(operation)
             pages = self.settings.backup_queue_pages
             operation.abandon(RuntimeError(f"the backup queue of {pages} pages stayed full for {patience} s"))
@@ -321,38 +318,35 @@ class StorageLink:
             return []
         if wait:
             self._wait_for_backup(self._backups[0])
-        done = 0
-        while done < len(self._backups) and self._backups[done].done:
-            done += 1
+        done = len(list(takewhile(lambda backup: backup.done, self._backups)))
         done = self._agreement.smallest([done])[0]
         if not done:
             return []
         operations = [self._backups.popleft() for _ in range(done)]
-        stored = self._agreement.smallest([operation.stored_pages for operation in operations])
+        stored = self._agreement.smallest([operation.moved_pages for operation in operations])
         return [operation.ack(pages) for operation, pages in zip(operations, stored, strict=True)]
 
     def cancel_backup(self, node_id: int) -> bool:
         """Cancel a node's backups; see :meth:`HiCacheController.cancel_backup`."""
-        attached = self._attached
         found = [backup for backup in self._backups if backup.node_id == node_id]
         for backup in found:
             self._backups.remove(backup)
             backup.cancel()
-            if attached is not None and _withdraw(attached.backups, backup):
+            if backup.withdraw():
                 self._skip(backup)
         return bool(found)
 
     def _wait_for_backup(self, backup: BackupOperation) -> None:
         """Wait for a backup while storage ends calls, each within the storage timeout, and the bound lets it."""
         with self.one_call() as bound:
-            calls = -1
-            while calls != self._backup_calls():
-                patience, calls = self._patience(bound), self._backup_calls()
+            ended = -1
+            while ended != backup.calls.backups:
+                patience, ended = self._patience(bound, backup.calls), backup.calls.backups
                 if backup.done or not patience:
                     return
                 if interruptibly(partial(backup.host_ready.synchronize, patience)):
                     return
-        self._in_vain = (patience, calls)
+        self._in_vain = (patience, ended)
         self._metrics.count("storage_timeouts", operation="backup")
         if self._logs.due("backup"):
             logger.warning("storage took no page within %s s; its backup is not waited for", patience)
@@ -362,11 +356,18 @@ class StorageLink:
     def prefetch(self, parts: Sequence[StoragePart], request_id: str, uses: Sequence[PageUse]) -> PrefetchOperation:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self.need_backend()
-        operation = PrefetchOperation(parts, request_id, attached.calls, agreement=self._agreement, uses=uses)
+        operation = PrefetchOperation(
+            request_id=request_id,
+            calls=attached.calls,
+            worker=attached.prefetches,
+            parts=parts,
+            uses=uses,
+            agreement=self._agreement,
+        )
         after = self._engine.predecessors(uses).events
         if not parts:
             operation.run()  # nothing to do
-        elif self._submit(attached.prefetches, operation, after, 0):
+        elif self._submit(operation, after, 0):
             self._prefetches = [each for each in self._prefetches if not each.done]
             self._prefetches.append(operation)
         else:
@@ -377,58 +378,40 @@ class StorageLink:
 
     def ready(self, operation: PrefetchOperation) -> bool:
         """Return whether the policy lets the request go now, on every rank."""
-        policy = PrefetchPolicy(self.settings.prefetch_policy)
-        if policy is PrefetchPolicy.BEST_EFFORT:
+        if self.settings.prefetch_policy == PrefetchPolicy.BEST_EFFORT:
             return True
-        now = time.monotonic()
-        over = operation.done or now - operation.moved_at >= self.settings.timeout_seconds
-        if policy is PrefetchPolicy.TIMEOUT:
-            over = over or now - operation.began >= self._time_of(operation)
+        idle = time.monotonic() - operation.moved_at
+        over = operation.done or idle >= self.settings.timeout_seconds or not self._time_left(operation)
         return bool(self._agreement.smallest([int(over)])[0])
 
     def finish(self, operation: PrefetchOperation) -> int:
         """Wait as long as policy and bound say, cancel what is left, and return the pages that came."""
-        policy = PrefetchPolicy(self.settings.prefetch_policy)
-        if policy is PrefetchPolicy.BEST_EFFORT:
+        if self.settings.prefetch_policy == PrefetchPolicy.BEST_EFFORT:
             operation.cancel()
-            self._withdraw(operation)
+            operation.withdraw()
         with self.one_call() as bound:
-            seconds = bound.left()
-            if policy is PrefetchPolicy.TIMEOUT:
-                time_left = operation.began + self._time_of(operation) - time.monotonic()
-                seconds = min(seconds, max(0.0, time_left))
-            pages = operation.wait(seconds)
-        self._withdraw(operation)
+            pages = operation.wait(min(bound.left(), self._time_left(operation)))
+        operation.withdraw()
         return pages
 
     # Inside
 
-    def _time_of(self, operation: PrefetchOperation) -> float:
+    def _time_left(self, operation: PrefetchOperation) -> float:
+        """Seconds that the policy still gives a prefetch."""
         settings = self.settings
-        return settings.prefetch_timeout_seconds + settings.prefetch_timeout_seconds_per_page * operation.pages
+        if settings.prefetch_policy != PrefetchPolicy.TIMEOUT:
+            return math.inf
+        seconds = settings.prefetch_timeout_seconds + settings.prefetch_timeout_seconds_per_page * operation.pages
+        return max(0.0, operation.began + seconds - time.monotonic())
 
-    def _withdraw(self, operation: PrefetchOperation) -> None:
-        """Take a prefetch that was cancelled out of the queue, if it is there still."""
-        attached = self._attached
-        if attached is not None and operation.cancelled:
-            _withdraw(attached.prefetches, operation)
-
-    def _submit(self, worker: Worker, operation: StorageTask, after: Sequence[Event], timeout: float) -> bool:
-        """Give an operation to a worker; its slots are in flight exactly while that has it."""
+    def _submit(self, operation: StorageTask, after: Sequence[Event], timeout: float) -> bool:
+        """Give an operation to its worker; its slots are in flight exactly while that has it."""
         accepted = False
         if not self._synchronous:
             operation.put_in_flight(self._engine.in_flight)
         try:
-            accepted = worker.submit(operation, after, timeout=timeout)
+            accepted = operation.worker.submit(operation, after, timeout=timeout)
         finally:
             if not accepted:
                 self._engine.in_flight.remove(operation)
         return accepted
-
-
-def _withdraw(worker: Worker, operation: StorageTask) -> bool:
-    """End an operation that was cancelled and still waits; return whether it did."""
-    waited = worker.withdraw(operation)
-    if waited:
-        operation.abandon(OperationCancelledError("the operation was cancelled before it could start"))
-    return waited

@@ -5,35 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hicache_pools.pool_transfer import PoolTransfer
 
 from .failure_log import LogLimit
 from .storage.backoff import Backoff
-from .storage.base import HiCacheStorage
-from .storage.generic import TensorPages
-from .storage_calls import StorageCalls
-from .storage_tasks import StorageTask
+from .storage_tasks import StorageCalls, StorageTask
 from .wait_bound import WaitBound
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class _Lookup(StorageTask):
     """A question to storage: which prefixes of some keys it can restore, in pages."""
 
-    def __init__(
-        self, store: HiCacheStorage | TensorPages, keys: Sequence[bytes], transfers: Sequence[PoolTransfer]
-    ) -> None:
-        super().__init__(())
-        self._store = store
-        self._keys = keys
-        self._transfers = transfers
-        self.found: Sequence[int] = ()
+    keys: Sequence[bytes]
+    transfers: Sequence[PoolTransfer]
+    found: Sequence[int] = ()
 
     def _move(self) -> None:
-        self.found = self._store.restorable_lengths(self._keys, self._transfers)
+        self.found = self.calls.store.restorable_lengths(self.keys, self.transfers)
 
 
 class StorageLookup:
@@ -53,11 +47,10 @@ class StorageLookup:
     """
 
     def __init__(self, calls: StorageCalls, worker: Worker, logs: LogLimit) -> None:
-        self._store = calls.store
+        self._calls = calls
         self.worker = worker
-        self._metrics = calls.metrics
         self._logs = logs
-        limit = self._back_off_seconds = calls.settings.back_off_seconds
+        limit = calls.settings.back_off_seconds
         self._pause = Backoff(time.monotonic, first=min(0.1, limit), limit=limit)
         self._overdue: _Lookup | None = None
         self._in_vain = 0.0
@@ -70,7 +63,7 @@ class StorageLookup:
         if self._is_out(patience):
             self._in_vain = patience
             return ()
-        lookup = _Lookup(self._store, keys, transfers)
+        lookup = _Lookup(calls=self._calls, worker=self.worker, keys=keys, transfers=transfers)
         if not self.worker.submit(lookup):
             return ()
         if not lookup.host_ready.synchronize(bound.left()):
@@ -79,7 +72,7 @@ class StorageLookup:
         self._pause.succeeded()
         self._overdue, self._in_vain = None, 0.0
         if lookup.error is not None:
-            self._metrics.count("storage_errors", operation="exists")
+            self._calls.metrics.count("storage_errors", operation="exists")
             return ()
         return lookup.found
 
@@ -89,11 +82,8 @@ class StorageLookup:
 
     def _note_overdue(self, lookup: _Lookup, patience: float) -> None:
         self._overdue, self._in_vain = lookup, patience
-        self._metrics.count("storage_timeouts", operation="exists")
+        self._calls.metrics.count("storage_timeouts", operation="exists")
         self._pause.failed()
         if self._logs.due("exists"):
-            logger.warning(
-                "storage did not answer within %s s; nothing is looked up for up to %s s",
-                patience,
-                self._back_off_seconds,
-            )
+            pause = self._calls.settings.back_off_seconds
+            logger.warning("storage did not answer within %s s; nothing is looked up for up to %s s", patience, pause)

@@ -19,8 +19,12 @@ BUILT_IN: Mapping[str, str] = MappingProxyType(
 """Backends of this package, as ``module:Class``."""
 
 
+registered: dict[str, str] = {}
+"""Backends that were given a name in this process."""
+
+
 def storage_paths() -> dict[str, str]:
-    """Return ``module:Class`` by name: entry points of installed packages, and the backends of this package.
+    """Return ``module:Class`` by name: entry points of installed packages, registered ones, and those of this package.
 
     A name of this package cannot be taken by another; of two packages that offer one name, the first that is found on
     the import path counts.
@@ -28,10 +32,10 @@ def storage_paths() -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         found.setdefault(entry.name, f"{entry.module}:{entry.attr}")
-    return {**found, **BUILT_IN}
+    return {**registered, **found, **BUILT_IN}
 
 
-def storage_path(backend: str, paths: Mapping[str, str] | None = None) -> str:
+def storage_path(backend: str) -> str:
     """Return the ``module:Class`` of a name, or of a backend that is given as one.
 
     Raises
@@ -39,7 +43,7 @@ def storage_path(backend: str, paths: Mapping[str, str] | None = None) -> str:
     ValueError
         For a name that is unknown, listing what is accepted.
     """
-    known = storage_paths() if paths is None else paths
+    known = storage_paths()
     path = backend if ":" in backend else known.get(backend, "")
     module, _, name = path.partition(":")
     if not module or not name:

@@ -50,15 +50,9 @@ class StorageSettings:
 
     def __post_init__(self) -> None:
         PrefetchPolicy(self.prefetch_policy)
-        for name in ("batch_pages", "backup_queue_pages", "prefetch_queue_pages"):
-            whole(name, getattr(self, name))
         whole("backup_retries", self.backup_retries, least=0)
-        seconds("timeout_seconds", self.timeout_seconds, above=True)
-        for name in (
-            "prefetch_timeout_seconds",
-            "prefetch_timeout_seconds_per_page",
-            "retry_seconds",
-            "max_wait_seconds",
-            "back_off_seconds",
-        ):
-            seconds(name, getattr(self, name))
+        for name, value in vars(self).items():
+            if name.endswith("_pages"):
+                whole(name, value)
+            elif "_seconds" in name:
+                seconds(name, value, above=name == "timeout_seconds")

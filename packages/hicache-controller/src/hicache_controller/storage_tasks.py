@@ -1,23 +1,122 @@
-"""What storage workers run: backups and prefetches, and which of their host pages a call to storage uses now."""
+"""What storage workers run: backups and prefetches, their calls to storage, and the host pages that these use now."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from hicache_pools.pool_transfer import PoolHitPolicy
 
 from .agreement import Agreement
 from .events import HostSignal
 from .in_flight import InFlight, PageUse
-from .operations import StorageAck
-from .storage_calls import StorageCalls, StoragePart
+from .metrics import Metrics
+from .operations import OperationCancelledError, StorageAck
+from .storage.base import HiCacheStorage
+from .storage.generic import TensorPages
+from .storage_settings import StorageSettings
 from .transfer_handle import InFlightOperation, Writer
 from .wait_bound import checked_timeout
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
+class StoragePart(NamedTuple):
+    """One pool's pages in a storage operation.
+
+    Attributes
+    ----------
+    name
+        Of the pool in the storage.
+    keys
+        One a page.
+    host_indices
+        int64 or int32 slots on CPU, whole pages in the order of ``keys``.
+    parents
+        For each page the key of the page before it, None for a first page; None where pages are independent.
+    hit_policy
+        Whether there is a part for each of the anchor's pages, or one for the last pages only.
+    """
+
+    name: str
+    keys: Sequence[bytes]
+    host_indices: torch.Tensor
+    parents: Sequence[bytes | None] | None = None
+    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+
+    @property
+    def trailing(self) -> bool:
+        """Whether it is for the last pages only."""
+        return self.hit_policy is PoolHitPolicy.TRAILING_PAGES
+
+    def batch(self, start: int, end: int) -> StoragePart:
+        """Cut out a range of its pages."""
+        page_size = len(self.host_indices) // max(1, len(self.keys))
+        return self._replace(
+            keys=self.keys[start:end],
+            host_indices=self.host_indices[start * page_size : end * page_size],
+            parents=None if self.parents is None else self.parents[start:end],
+        )
+
+
+@dataclass(eq=False)
+class StorageCalls:
+    """Calls to one storage, which the operations of both directions make: counted, timed and never raising.
+
+    Attributes
+    ----------
+    store, metrics
+        The storage, and where to count.
+    settings
+        Pages a call, and attempts at a page.
+    skipped
+        Called with the pages of a pool that a cancelled backup has not stored, and the pool's name.
+    stopping
+        Set once operations are to end after the call that runs.
+    backups
+        Calls to store pages that have ended, which shows whether storage makes progress.
+    """
+
+    store: HiCacheStorage | TensorPages
+    metrics: Metrics
+    settings: StorageSettings
+    skipped: Callable[[int, str], None]
+    stopping: threading.Event = field(default_factory=threading.Event)
+    backups: int = 0
+
+    def save(self, part: StoragePart) -> int:
+        """Store pages; return how many leading ones are stored, 0 where the storage raises."""
+        stored = self._leading("backup", self.store.batch_set, part, parents=part.parents)
+        self.backups += 1
+        return stored
+
+    def fetch(self, part: StoragePart) -> int:
+        """Fill host pages; return how many leading ones are there, 0 where the storage raises."""
+        return self._leading("prefetch", self.store.batch_get, part)
+
+    def _leading(self, operation: str, call: Callable[..., list[bool]], part: StoragePart, **options: Any) -> int:
+        began = time.perf_counter()
+        try:
+            moved = call(part.keys, part.host_indices, name=part.name, **options)
+        except Exception:
+            self.metrics.count("storage_errors", operation=operation)
+            logger.debug("storage failed to %s pages", operation, exc_info=True)
+            return 0
+        finally:
+            self.metrics.observe("storage_seconds", time.perf_counter() - began, operation=operation)
+        pages = moved.index(False) if False in moved else len(moved)
+        self.metrics.count("storage_pages", pages, operation=operation, pool=part.name)
+        return pages
+
+
+@dataclass(eq=False, kw_only=True, repr=False)
 class StorageTask(InFlightOperation):
     """Host pages that a storage worker reads or writes; in flight until its signal fires.
 
@@ -25,31 +124,48 @@ class StorageTask(InFlightOperation):
 
     Attributes
     ----------
+    calls, worker
+        To the storage, and what makes them.
     parts
         One a pool, the anchor's first; none where this rank had no room.
     uses
         What each part does with its slots.
+    writers
+        Transfers that write what it reads.
     error
         What ended it, or None.
     cancelled
         Whether it is to stop after the batch that moves now.
+    moved_pages, moved_at
+        Leading pages moved so far, in every pool that has a part for each; and when the last came, in
+        ``time.monotonic``.
     """
 
-    host_ready: HostSignal
+    calls: StorageCalls
+    worker: Worker
+    parts: Sequence[StoragePart] = ()
+    uses: Sequence[PageUse] = ()
+    writers: InitVar[Sequence[Writer]] = ()
+    host_ready: HostSignal = field(default_factory=HostSignal, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    cancelled: bool = field(default=False, init=False)
+    moved_pages: int = field(default=0, init=False)
+    moved_at: float = field(default_factory=time.monotonic, init=False)
+    _in_flight: InFlight[Any] | None = field(default=None, init=False)
+    _running: slice | None = field(default=None, init=False)
 
-    def __init__(
-        self, parts: Sequence[StoragePart], *, writers: Sequence[Writer] = (), uses: Sequence[PageUse] = ()
-    ) -> None:
+    def __post_init__(self, writers: Sequence[Writer]) -> None:
         super().__init__(writers)
-        self.parts = tuple(parts)
-        self.whole_parts = tuple(part for part in self.parts if not part.trailing)
-        self.trailing_parts = tuple(part for part in self.parts if part.trailing)
-        self.uses = tuple(uses)
-        self.host_ready = HostSignal()
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self._in_flight: InFlight[Any] | None = None
-        self._running: slice | None = None
+
+    @property
+    def whole_parts(self) -> list[StoragePart]:
+        """Parts of the pools that have one for each page."""
+        return [part for part in self.parts if not part.trailing]
+
+    @property
+    def trailing_parts(self) -> list[StoragePart]:
+        """Parts of the pools that have one for the last pages."""
+        return [part for part in self.parts if part.trailing]
 
     @property
     def pages(self) -> int:
@@ -90,9 +206,32 @@ class StorageTask(InFlightOperation):
         if self._in_flight is not None:
             self._in_flight.narrow(self, self._uses_of_call())
 
+    def withdraw(self) -> bool:
+        """End it where it was cancelled and still waits in its worker's queue; return whether it did."""
+        waited = self.cancelled and self.worker.withdraw(self)
+        if waited:
+            self.abandon(OperationCancelledError("the operation was cancelled before it could start"))
+        return waited
+
     def _move(self) -> None:
         """Make the calls to storage."""
         raise NotImplementedError
+
+    def _move_pages(self, operation: str, move: Callable[[StoragePart], int]) -> bool:
+        """Move pages in order, in every whole part, until it has to stop; return False at one that does not move."""
+        calls = self.calls
+        while self.moved_pages < self.pages and not calls.stopping.is_set():
+            start = self.moved_pages
+            end = min(start + calls.settings.batch_pages, self.pages)
+            if not self._begin_call(slice(start, end)):
+                break
+            moved = min(move(part.batch(start, end)) for part in self.whole_parts)
+            self.moved_pages += moved
+            self.moved_at = time.monotonic()
+            calls.metrics.count(f"{operation}_pages", moved)
+            if moved < end - start:
+                return False
+        return True
 
     def _begin_call(self, pages: slice) -> bool:
         """Note that storage is about to use these pages of every whole part; return False where it must not any more.
@@ -120,6 +259,7 @@ class StorageTask(InFlightOperation):
         self.host_ready.fire()
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class BackupOperation(StorageTask):
     """Pages on their way to storage.
 
@@ -127,26 +267,12 @@ class BackupOperation(StorageTask):
     ----------
     node_id
         As given to ``backup``.
-    stored_pages
-        Leading pages stored so far, in every pool that has a part for each.
     pool_pages
         Leading ones of the last pages stored so far of each other pool.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[StoragePart],
-        node_id: int,
-        calls: StorageCalls,
-        *,
-        writers: Sequence[Writer] = (),
-        uses: Sequence[PageUse] = (),
-    ) -> None:
-        super().__init__(parts, writers=writers, uses=uses)
-        self.node_id = node_id
-        self.stored_pages = 0
-        self.pool_pages: dict[str, int] = {}
-        self._calls = calls
+    node_id: int
+    pool_pages: dict[str, int] = field(default_factory=dict, init=False)
 
     def ack(self, stored_pages: int) -> StorageAck:
         """Return what became of it, where the storage of every rank has so many of its pages."""
@@ -157,25 +283,15 @@ class BackupOperation(StorageTask):
 
     def detached(self) -> BackupOperation:
         """Return one that has failed, to replace it: acks come in order, and the storage it waits for was detached."""
-        failed = BackupOperation((), self.node_id, self._calls)
+        failed = BackupOperation(node_id=self.node_id, calls=self.calls, worker=self.worker)
         failed.abandon(RuntimeError("the storage was detached before it had taken the pages"))
         return failed
 
     def _move(self) -> None:
         """Store pages in order; none after a page that cannot be stored, as it could never be found."""
-        calls = self._calls
-        while self.stored_pages < self.pages and not calls.stopping.is_set():
-            start = self.stored_pages
-            end = min(start + calls.settings.batch_pages, self.pages)
-            if not self._begin_call(slice(start, end)):
-                break
-            stored = min(self._store(part.batch(start, end)) for part in self.whole_parts)
-            self.stored_pages += stored
-            calls.metrics.count("backup_pages", stored)
-            if stored < end - start:
-                break
-        if self.stored_pages < self.pages:
-            self._count_missing(self.parts[0], self.pages - self.stored_pages)
+        self._move_pages("backup", self._store)
+        if self.moved_pages < self.pages:
+            self._count_missing(self.parts[0], self.pages - self.moved_pages)
             return
         for part in self.trailing_parts:
             # In flight as a whole meanwhile: the slots of a pool that shares others' are free once those are.
@@ -187,7 +303,7 @@ class BackupOperation(StorageTask):
 
     def _store(self, part: StoragePart) -> int:
         """Store pages of one pool, and try again those that fail; return how many leading ones are stored."""
-        calls = self._calls
+        calls = self.calls
         done = attempts = 0
         while True:
             stored = calls.save(part.batch(done, len(part.keys)))
@@ -201,11 +317,12 @@ class BackupOperation(StorageTask):
 
     def _count_missing(self, part: StoragePart, pages: int) -> None:
         if self.cancelled:
-            self._calls.skipped(pages, part.name)
+            self.calls.skipped(pages, part.name)
         else:
-            self._calls.metrics.count("backup_failed_pages", pages)
+            self.calls.metrics.count("backup_failed_pages", pages)
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class PrefetchOperation(StorageTask):
     """Pages on their way from storage to the host.
 
@@ -213,26 +330,16 @@ class PrefetchOperation(StorageTask):
     ----------
     request_id
         As given to ``prefetch``.
-    began, moved_at
-        When it was queued and when pages last came, in ``time.monotonic``.
+    agreement
+        Of the ranks.
+    began
+        When it was queued, in ``time.monotonic``.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[StoragePart],
-        request_id: str,
-        calls: StorageCalls,
-        *,
-        agreement: Agreement,
-        uses: Sequence[PageUse] = (),
-    ) -> None:
-        super().__init__(parts, uses=uses)
-        self.request_id = request_id
-        self.began = self.moved_at = time.monotonic()
-        self._calls = calls
-        self._agreement = agreement
-        self._agreed: int | None = None
-        self._loaded_pages = 0
+    request_id: str
+    agreement: Agreement
+    began: float = field(default_factory=time.monotonic, init=False)
+    _agreed: int | None = field(default=None, init=False)
 
     @property
     def completed_pages(self) -> int:
@@ -260,33 +367,24 @@ class PrefetchOperation(StorageTask):
         """
         if self._agreed is None:
             timeout = checked_timeout(timeout)
-            if not self.host_ready.synchronize(self._calls.settings.timeout_seconds if timeout is None else timeout):
+            if not self.host_ready.synchronize(self.calls.settings.timeout_seconds if timeout is None else timeout):
                 self.cancel()
-            self._agreed = self._agreement.smallest([self._usable()])[0]
+            self._agreed = self.agreement.smallest([self._usable()])[0]
         return self._agreed
 
     def _move(self) -> None:
         """Fetch pages in order up to the first that is missing in any pool."""
-        calls = self._calls
-        done = 0
+        calls = self.calls
         # Without its last pages a prefix is of no use, so nothing else is fetched then.
         complete = all(
             self._begin_call(slice(None)) and calls.fetch(part) == len(part.keys) for part in self.trailing_parts
         )
-        while complete and done < self.pages and not calls.stopping.is_set():
-            end = min(done + calls.settings.batch_pages, self.pages)
-            if not self._begin_call(slice(done, end)):
-                break
-            found = min(calls.fetch(part.batch(done, end)) for part in self.whole_parts)
-            self._loaded_pages += found
-            self.moved_at = time.monotonic()
-            calls.metrics.count("prefetch_pages", found)
-            complete = done + found == end
-            done += found
+        complete = complete and self._move_pages("prefetch", calls.fetch)
+        left = self.pages - self.moved_pages
         if not complete and not self.cancelled:
-            calls.metrics.count("prefetch_missing_pages", self.pages - done)
-        elif done < self.pages:
+            calls.metrics.count("prefetch_missing_pages", left)
+        elif left:
             calls.metrics.count("prefetch_cancelled")
 
     def _usable(self) -> int:
-        return self._loaded_pages if self._loaded_pages == self.pages or not self.trailing_parts else 0
+        return self.moved_pages if self.moved_pages == self.pages or not self.trailing_parts else 0

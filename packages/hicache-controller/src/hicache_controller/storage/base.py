@@ -404,19 +404,16 @@ class HiCacheStorage(ABC):
 
     def report_removed(self) -> None:
         """Report to the listener what was noted; no lock may be held. Every ``batch_`` method ends with this."""
-        if not self._removed_parts:
-            return
         removed: dict[str, dict[bytes, None]] = {}
         with contextlib.suppress(IndexError):  # another thread reports the rest
-            while True:
+            while self._removed_parts:
                 name, key = self._removed_parts.popleft()
                 removed.setdefault(name, {})[key] = None
         listener = self._removal_listener
-        if listener is None:
-            return
         for name, keys in removed.items():
             try:
-                listener(list(keys), name)
+                if listener is not None:
+                    listener(list(keys), name)
             except Exception:
                 logger.exception("the removal listener failed on %d keys of pool %s", len(keys), name)
 
@@ -444,13 +441,11 @@ class HiCacheStorage(ABC):
         return pool
 
     @staticmethod
-    def _keys(keys: Sequence[bytes] | Sequence[str]) -> list[bytes]:
-        checked = []
+    def _keys(keys: Sequence[Any]) -> list[bytes]:
         for key in keys:
             if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
                 raise ValueError(f"keys has {key!r}; accepted are 1 to {MAX_KEY_BYTES} bytes")
-            checked.append(key)
-        return checked
+        return list(keys)
 
 
 def _pages_of(host_indices: torch.Tensor, pool: RegisteredPool, pages: int) -> list[int]:

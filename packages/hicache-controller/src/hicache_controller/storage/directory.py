@@ -18,25 +18,16 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from .page_file import new_file, read_head
+from .page_file import new_file
+
+MODEL_BYTES = 8
+"""What a page's name has of the fingerprint, after the key."""
 
 _BLOCK = 4096
 _LOCK_SECONDS = 10.0
 _NAME = re.compile(r"([0-9a-f]{2,128})-([0-9a-f]{16})-([A-Za-z0-9_]{1,64}-[0-9a-f]{8})")
 _TEMPORARY = re.compile(r"\.([0-9a-f]{32})-[0-9]+-[0-9]+")
-
-
-class StoredPart(NamedTuple):
-    """One file found: the page it belongs to (key and fingerprint), the part it is, and what the file says."""
-
-    page: bytes
-    part: str
-    size: int
-    touched: int
-    version: int | None
-    parent: bytes | None
 
 
 def disk_bytes(size: int) -> int:
@@ -146,20 +137,7 @@ class StorageDirectory:
             listed = set(os.listdir(self._writers))
             for path, writer in begun:
                 if writer not in listed:
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-
-    def look(self, path: str, page: bytes, part: str) -> StoredPart | None:
-        """Return what a file says about itself, or None where it is gone, not readable, or something else."""
-        try:
-            status = os.stat(path, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            version, parent = read_head(path, status.st_size)
-        except OSError:
-            return None
-        parent = None if parent is None else parent + page[-8:]
-        return StoredPart(page, part, disk_bytes(status.st_size), status.st_mtime_ns, version, parent)
+                    remove_file(path)
 
     def _enter(self) -> tuple[str, int]:
         """Put a locked file on the list of writers; return its name and the descriptor that holds the lock."""
@@ -181,27 +159,20 @@ class StorageDirectory:
 
 def file_size(path: str) -> int | None:
     """Return the bytes of a file, or None where there is none that can be seen, or something else."""
-    try:
-        status = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    status = _status(path)
+    return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
 def is_blocked(path: str) -> bool:
     """Return whether something is at a path that is not a file, such as a directory."""
-    try:
-        return not stat.S_ISREG(os.stat(path, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
+    status = _status(path)
+    return status is not None and not stat.S_ISREG(status.st_mode)
 
 
 def last_use(path: str) -> int:
     """Return when a file was last used, in nanoseconds since the epoch; 0 where there is none."""
-    try:
-        return os.stat(path, follow_symlinks=False).st_mtime_ns
-    except OSError:
-        return 0
+    status = _status(path)
+    return 0 if status is None else status.st_mtime_ns
 
 
 def renew(path: str) -> None:
@@ -210,32 +181,22 @@ def renew(path: str) -> None:
         os.utime(path, follow_symlinks=False)
 
 
-def remove_page(path: str) -> None:
-    """Remove a page's file; a directory at its path stays.
-
-    Raises
-    ------
-    OSError
-        Where it is a file and cannot be removed.
-    """
+def remove_file(path: str) -> OSError | None:
+    """Remove a file, and return why it is there still; None where it is gone, or something else is at its path."""
     try:
         os.unlink(path)
     except FileNotFoundError:
         pass
-    except OSError:
-        if not is_blocked(path):
-            raise
+    except OSError as error:
+        return None if is_blocked(path) else error
+    return None
 
 
-def remove_file(path: str) -> bool:
-    """Remove a file; return whether it is gone."""
+def _status(path: str) -> os.stat_result | None:
     try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return True
+        return os.stat(path, follow_symlinks=False)
     except OSError:
-        return False
-    return True
+        return None
 
 
 def _make_directory(path: str) -> None:
@@ -262,14 +223,9 @@ def _check_trusted(path: str, status: os.stat_result, forbidden: int) -> None:
 
 def _open_lock(path: str) -> int:
     """Open a lock file, which is made where it is missing."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = os.open(path, flags)
-    except FileNotFoundError:
-        try:
-            file = new_file(path)
-        except FileExistsError:  # another process was faster
-            file = os.open(path, flags)
+    with contextlib.suppress(FileExistsError):
+        os.close(new_file(path))
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
@@ -283,18 +239,16 @@ def _open_lock(path: str) -> int:
 
 def _flock(path: str, how: int, deadline: float) -> int:
     """Open and lock a file; closing the descriptor unlocks it."""
-    file = _open_lock(path)
-    pause = 50e-6
-    while True:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
+    file, pause = _open_lock(path), 50e-6
+    try:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                return file
             if time.monotonic() > deadline:
-                os.close(file)
-                raise TimeoutError(f"{path} is locked for more than {_LOCK_SECONDS:g} s") from None
-        except BaseException:
-            os.close(file)
-            raise
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
+                raise TimeoutError(f"{path} is locked for more than {_LOCK_SECONDS:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+    except BaseException:
+        os.close(file)
+        raise

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from ..storage_names import storage_path, storage_paths
+from ..storage_names import registered, storage_path, storage_paths
 from .base import HiCacheStorage
 
 
@@ -16,8 +16,6 @@ class StorageBackendFactory:
     A backend is named ``file``, ``memory`` or ``mooncake``, by an entry point of the group ``hicache.storage`` that an
     installed package has, by :meth:`register`, or as ``module:Class``.
     """
-
-    _registered: dict[str, str] = {}
 
     @classmethod
     def register(cls, name: str, path: str) -> None:
@@ -39,15 +37,15 @@ class StorageBackendFactory:
             raise ValueError(f"name is {name!r}; accepted is a name without a colon")
         if ":" not in path:
             raise ValueError(f"path is {path!r}; accepted is 'module:Class'")
-        taken = cls._paths().get(name, path)
+        taken = storage_paths().get(name, path)
         if taken != path:
             raise ValueError(f"name is {name!r}, which is {taken} already")
-        cls._registered[name] = path
+        registered[name] = path
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names that are known, those of entry points included."""
-        return sorted(cls._paths())
+        return sorted(storage_paths())
 
     @classmethod
     def load(cls, backend: str) -> type[HiCacheStorage]:
@@ -62,7 +60,7 @@ class StorageBackendFactory:
         ImportError
             Where the module cannot be imported.
         """
-        module_name, _, class_name = storage_path(backend, cls._paths()).partition(":")
+        module_name, _, class_name = storage_path(backend).partition(":")
         try:
             module = importlib.import_module(module_name)
         except ImportError as error:
@@ -102,7 +100,3 @@ class StorageBackendFactory:
             accepted = ", ".join(signature.parameters) or "none"
             raise TypeError(f"storage backend is {backend!r}: {error}; its options are {accepted}") from None
         return kind(**options)
-
-    @classmethod
-    def _paths(cls) -> dict[str, str]:
-        return cls._registered | storage_paths()

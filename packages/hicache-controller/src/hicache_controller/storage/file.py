@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -16,14 +15,13 @@ from hicache_pools.host_memory import MAX_THREADS
 
 from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
-from .directory import is_blocked, remove_file, renew
+from .directory import MODEL_BYTES, remove_file, renew
 from .file_pages import FilePages, part_of
 from .fingerprint import Fingerprint
 from .io_threads import IoThreads
-from .page_cache import is_cached
-from .page_file import FOOTER_BYTES, Outcome, PageRead
-from .page_reader import PageReader, PageRequest
-from .page_writer import NOT_OF_THE_FILE, PageWriter
+from .page_file import Outcome, PageId, PageRead
+from .page_reader import PageRequest, compiled_reads, read_pages
+from .page_writer import NOT_OF_THE_FILE, Job, PageWriter
 from .running_calls import RunningCalls
 
 logger = logging.getLogger(__name__)
@@ -76,21 +74,18 @@ class FileStorage(HiCacheStorage):
         if threads is not None:
             whole("threads", threads, most=MAX_THREADS)
         self._fingerprint = fingerprint
-        self._model = fingerprint.digest()[:8]
+        self._model = fingerprint.digest()[:MODEL_BYTES]
         self._capacity = capacity_bytes
         self._root = os.path.abspath(directory)
         self._reads, self._writes = Backoff(clock), Backoff(clock)
         self._calls = RunningCalls()  # that move or remove pages
-        with contextlib.ExitStack() as undo:
-            try:
-                self._files = FilePages(self._root, capacity_bytes, self._lock, self._counts, self._note_part_removed)
-            except OSError as error:
-                why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
-                raise type(error)(error.errno, why, error.filename) from error
-            undo.callback(self._files.directory.close)
-            self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
-            self._reader = PageReader(self._threads, os.geteuid())
-            undo.pop_all()
+        self._threads = IoThreads(threads or _THREADS, threads or _CPU_THREADS)
+        compiled_reads()  # starts to load them
+        try:
+            self._files = FilePages(self._root, capacity_bytes, self._lock, self._counts, self._note_part_removed)
+        except OSError as error:
+            why = f"directory is {self._root!r}, which cannot be used as storage: {error.strerror or error}"
+            raise type(error)(error.errno, why, error.filename) from error
 
     def page_path(self, key: bytes, name: str = "kv") -> str:
         """Path of the file that keeps a key's page of pool ``name``, whether it exists or not."""
@@ -116,7 +111,7 @@ class FileStorage(HiCacheStorage):
                 bytes=self._files.index.total_bytes,
                 capacity_bytes=self._capacity,
                 backing_off=self._reads.active or self._writes.active,
-                compiled_reads=self._reader.compiled,
+                compiled_reads=compiled_reads(),
                 **self._counts,
             )
 
@@ -146,10 +141,9 @@ class FileStorage(HiCacheStorage):
         if self._reads.active:
             self._count(skipped=len(keys))
             return [False] * len(keys)
-        part, size = part_of(pool), pool.page_bytes + FOOTER_BYTES
-        names, present = [key + self._model for key in keys], []
+        names, part, present = [key + self._model for key in keys], part_of(pool), []
         for name in names:
-            present.append(self._files.size(name, part) == size)
+            present.append(self._files.has(name, part, pool.page_bytes))
             if leading and not present[-1]:
                 break
         self._files.note(names, part, present)
@@ -161,14 +155,19 @@ class FileStorage(HiCacheStorage):
             if self._reads.active:
                 self._count(skipped=len(keys))
                 return [False] * len(keys)
-            part = part_of(pool)
-            names = [key + self._model for key in keys]
-            # Pages that are read together were mostly written together.
-            waits = not all(is_cached(self._files.path(name, part)) for name in {names[0], names[-1]})
-            outcomes: list[Outcome] = []
+            names, part, outcomes = [key + self._model for key in keys], part_of(pool), []
             for start in range(0, len(keys), _READ_PAGES):
-                end = start + _READ_PAGES
-                outcomes += self._read(pool, names[start:end], pages[start:end], waits)
+                these = slice(start, start + _READ_PAGES)
+                requests = [
+                    PageRequest(
+                        self._files.path(name, part),
+                        functools.partial(pool.memory, page),
+                        PageId(name[:-MODEL_BYTES], pool.digest, pool.page_bytes),
+                    )
+                    for name, page in zip(names[these], pages[these], strict=True)
+                ]
+                found = zip(requests, read_pages(self._threads, requests), strict=True)
+                outcomes += [self._settled(request.path, page) for request, page in found]
         loaded = [outcome is Outcome.HIT for outcome in outcomes]
         self._files.note(names, part, loaded)  # one that another process stored gets its parent with the next scan
         # Also where it was not known to be there.
@@ -181,25 +180,15 @@ class FileStorage(HiCacheStorage):
             logger.info("storage %s: reading works again", self._root)
         return loaded
 
-    def _read(self, pool: RegisteredPool, names: list[bytes], pages: list[int], waits: bool) -> list[Outcome]:
-        part = part_of(pool)
-        requests = [
-            PageRequest(self._files.path(name, part), functools.partial(pool.memory, page), name[: -len(self._model)])
-            for name, page in zip(names, pages, strict=True)
-        ]
-        found = self._reader.read(requests, fingerprint=pool.digest, page_bytes=pool.page_bytes, waits=waits)
-        now = time.time_ns()
-        return [self._settled(request.path, page, now) for request, page in zip(requests, found, strict=True)]
-
-    def _settled(self, path: str, found: PageRead | OSError, now: int) -> Outcome:
+    def _settled(self, path: str, found: PageRead | OSError) -> Outcome:
         """Renew a page that is used, remove one that cannot be, and return which it is."""
         if isinstance(found, OSError):
             self._count(read_errors=1)
-            if found.errno in NOT_OF_THE_FILE or not (remove_file(path) or is_blocked(path)):
+            if found.errno in NOT_OF_THE_FILE or remove_file(path) is not None:
                 self._failed(self._reads, "read", found)
             return Outcome.MISSING
         if found.outcome is Outcome.HIT:
-            if now - found.touched > _TOUCH_NS:
+            if time.time_ns() - found.touched > _TOUCH_NS:
                 renew(path)
         elif found.outcome is not Outcome.MISSING:
             logger.debug("storage %s: page %s is %s and removed", self._root, path, found.outcome.value)
@@ -214,8 +203,11 @@ class FileStorage(HiCacheStorage):
         """Store pages as files, as far as there is room; return for each key whether its page is stored."""
         with self._calls.one():
             parts = [part_of(each) for each in self._pools.values()]
-            writer = PageWriter(self._files, self._threads, pool, self._model, parts)
-            jobs = writer.jobs(keys, pages, parents)
+            writer = PageWriter(self._files, self._threads, pool, parts, self._count)
+            jobs = [
+                Job(key + self._model, None if parent is None else parent + self._model, page, tick)
+                for key, parent, page, tick in zip(keys, parents, pages, self._files.ticks(len(keys)), strict=True)
+            ]
             step = writer.chunk_pages
             for start in range(0, len(jobs), step):
                 if self._writes.active:
@@ -229,9 +221,6 @@ class FileStorage(HiCacheStorage):
                     self._count(write_errors=1)
                     self._failed(self._writes, "store", error)
                     break
-                finally:
-                    self._count(**writer.counts)
-                    writer.counts.clear()
             return writer.settled(jobs)
 
     # Faults
@@ -240,7 +229,7 @@ class FileStorage(HiCacheStorage):
         """Note a part that is gone, if it is one of this model and of a pool as it is registered here."""
         pool = self._pools.get(part.rpartition("-")[0])
         if pool is not None and part_of(pool) == part and page.endswith(self._model):
-            self.note_removed((page[: -len(self._model)],), pool.name)
+            self.note_removed((page[:-MODEL_BYTES],), pool.name)
 
     def _failed(self, backoff: Backoff, what: str, error: OSError) -> None:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):

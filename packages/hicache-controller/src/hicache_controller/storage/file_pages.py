@@ -6,12 +6,14 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 
+from hicache_kernels.validation import MAX_WHOLE
+
 from .base import RegisteredPool
-from .directory import StorageDirectory, file_size, last_use, remove_file, remove_page
-from .page_file import VERSION
+from .directory import MODEL_BYTES, StorageDirectory, disk_bytes, file_size, last_use, remove_file
+from .page_file import FOOTER_BYTES, VERSION, read_head
 from .page_index import PageEntry, PageIndex
 
 _SHARE = 32  # with other writers, a capacity / 32 is what one may write before it looks at what the others did; less
@@ -49,7 +51,8 @@ class FilePages:
         self, root: str, capacity: int | None, lock: Lock, counts: Counter[str], removed: Callable[[bytes, str], None]
     ) -> None:
         self.root = root
-        self._capacity = capacity
+        self._limited = capacity is not None
+        self._capacity = MAX_WHOLE if capacity is None else capacity
         self._lock = lock
         self._counts = counts
         self._removed = removed
@@ -63,7 +66,7 @@ class FilePages:
         self.directory = StorageDirectory(root)
         try:
             self.scan()
-            self.reserve(0, 0, set())
+            self._reserve(0, 0, set())
         except BaseException:
             self.directory.close()
             raise
@@ -75,6 +78,10 @@ class FilePages:
     def size(self, page: bytes, part: str) -> int | None:
         """Return the bytes of a part's file; None where there is none."""
         return file_size(self.path(page, part))
+
+    def has(self, page: bytes, part: str, page_bytes: int) -> bool:
+        """Return whether a part is there, in full."""
+        return self.size(page, part) == page_bytes + FOOTER_BYTES
 
     def temporary_path(self, page: bytes, part: str) -> str:
         """Return a name next to a part's path that no other thread or process writes to."""
@@ -129,19 +136,18 @@ class FilePages:
         for path, page, part in self.directory.names():
             if (page, part) in gone:
                 gone.discard((page, part))
-            else:
-                found.append((path, self.directory.look(path, page, part)))
+            elif (head := read_head(path)) is not None:
+                found.append((path, page, part, head))
         with self._lock:
             for page, part in gone:
                 self._forget_if_gone(page, part)
-            for path, item in found:
-                if item is None:
-                    continue
-                if item.version is not None and item.version < VERSION:
+            for path, page, part, head in found:
+                if head.version is not None and head.version < VERSION:
                     remove_file(path)
                     self._counts["old_format"] += 1
                 else:
-                    self.index.add(item.page, item.part, item.size, item.parent, item.touched)
+                    parent = None if head.parent is None else head.parent + page[-MODEL_BYTES:]
+                    self.index.add(page, part, disk_bytes(head.size), parent, head.touched)
             self._unseen = 0
             self._presence = presence
 
@@ -153,26 +159,19 @@ class FilePages:
             fresh = StorageDirectory(self.root)
             self.directory.close()
             self.directory = fresh
-            known = [(entry.key, part) for entry in self.index for part, _ in entry.parts]
-            self.index.clear()
             self.lost = False
         try:
             self.scan()
         except BaseException:
             self.lost = True
             raise
-        with self._lock:
-            for page, part in known:
-                entry = self.index.get(page)
-                if entry is None or entry.part_bytes(part) is None:
-                    self._removed(page, part)
 
     def remove(self, model: bytes) -> None:
         """Remove all pages of a fingerprint; the directory's lock is held."""
         self.scan()
         with self._lock:
             for entry in [entry for entry in self.index if entry.key.endswith(model)]:
-                self._unlink(entry, [part for part, _ in entry.parts])
+                self._remove(entry)
 
     def _forget_if_gone(self, page: bytes, part: str) -> None:
         entry = self.index.get(page)
@@ -182,51 +181,61 @@ class FilePages:
 
     # Room
 
-    def share(self) -> int | None:
-        """Return the bytes that one writer may store before it looks at what others store; None for no limit."""
-        return None if self._capacity is None else _share(self._capacity, self._presence[0])
+    @property
+    def share(self) -> int:
+        """Bytes that one writer may store before it looks at what others store: all of them together about half."""
+        return self._capacity // max(_SHARE, 2 * self._presence[0])
 
-    def reserve(self, size: int, count: int, keep: set[bytes]) -> bool:
-        """Reserve files, evicting what is in the way except ``keep``; return whether there is room."""
-        need = size * count
-        if self._capacity is None:
+    @contextlib.contextmanager
+    def room_for(self, size: int, count: int, keep: set[bytes]) -> Iterator[bool]:
+        """Reserve files during a ``with`` block, evicting what is in the way except ``keep``; False without room.
+
+        At its end, the spare files that were not written over are removed.
+        """
+        fits = False
+        try:
+            fits = self._reserve(size, count, keep)
+            yield fits
+        finally:
             with self._lock:
-                self._reserved += need
-            return True
-        presence = self.directory.presence()
-        share = _share(self._capacity, presence[0])
+                self._reserved -= size * count if fits else 0
+                left, self._spares = self._spares, []
+            for spare in left:
+                remove_file(spare)
+
+    def _reserve(self, size: int, count: int, keep: set[bytes]) -> bool:
+        need = size * count
+        presence = self.directory.presence() if self._limited else None
         with self._lock:
-            crowded = presence != self._presence or (presence[0] > 0 and self._unseen + need > share)
-            if not crowded and self._fits(need, self._capacity - presence[0] * share):
+            others = presence is not None and presence[0] > 0
+            crowded = presence not in (None, self._presence) or (others and self._unseen + need > self.share)
+            if not crowded and self._fits(need):
                 return True
         with self.directory.locked(exclusive=True):
-            if presence[0] > 0 or presence != self._presence:
-                self.scan()
-                share = _share(self._capacity, self._presence[0])
-            limit = self._capacity - self._presence[0] * share
-            if need > limit:
+            self._scan_if_shared()
+            if need > self._limit:
                 return False
-            spare = share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
+            spare = self.share if self._presence[0] > 0 else 0  # so that the next look at the others is not at once
             with self._lock:
-                if self._fits(need, limit):
+                if self._fits(need):
                     return True
-                self._evict(limit - need - self._reserved - spare, keep, size, count)
-                return self._fits(need, limit)
+                self._evict(self._limit - need - self._reserved - spare, keep, size, count)
+                return self._fits(need)
 
-    def _fits(self, need: int, limit: int) -> bool:
+    @property
+    def _limit(self) -> int:
+        return self._capacity - self._presence[0] * self.share
+
+    def _fits(self, need: int) -> bool:
         """Reserve ``need`` bytes where they fit."""
-        fits = self.index.total_bytes + self._reserved + need <= limit
-        if fits:
-            self._reserved += need
+        fits = self.index.total_bytes + self._reserved + need <= self._limit
+        self._reserved += need if fits else 0
         return fits
 
-    def release(self, size: int) -> None:
-        """Give back what was reserved, and remove the spare files that were not written over."""
-        with self._lock:
-            self._reserved -= size
-            left, self._spares = self._spares, []
-        for spare in left:
-            remove_file(spare)
+    def _scan_if_shared(self) -> None:
+        presence = self.directory.presence()
+        if presence[0] > 0 or presence != self._presence:
+            self.scan()
 
     def take_spare(self) -> str | None:
         """Return a file to write over, if there is one."""
@@ -235,10 +244,8 @@ class FilePages:
 
     def make_room_on_disk(self, size: int, count: int, keep: set[bytes]) -> None:
         """Evict as much as ``count`` files take that the disk had no room for, except ``keep``."""
-        presence = self.directory.presence()
         with self.directory.locked(exclusive=True):
-            if presence[0] > 0 or presence != self._presence:
-                self.scan()
+            self._scan_if_shared()
             with self._lock:
                 target = self.index.total_bytes - size * count
                 if target >= 0:  # less than that would not be enough
@@ -257,23 +264,20 @@ class FilePages:
             if touched > entry.tick:  # another process has used it since
                 self.index.touch(entry.key, touched)
                 continue
-            left = []
-            for part, part_size in entry.parts:
-                path = self.path(entry.key, part)
-                if part_size != size or len(self._spares) >= count or file_size(path) is None:
-                    left.append(part)
-                    continue
+            self._remove(entry, size, count)
+            self._counts["evicted"] += 1
+
+    def _remove(self, entry: PageEntry, size: int = 0, count: int = 0) -> None:
+        """Remove a page, and make its files of ``size`` bytes spares, up to ``count``; both locks are held."""
+        for part, part_size in entry.parts:
+            path = self.path(entry.key, part)
+            if part_size == size and len(self._spares) < count and file_size(path) is not None:
                 with contextlib.suppress(FileNotFoundError):
                     spare = self.directory.temporary_path(path)
                     os.rename(path, spare)
                     self._spares.append(spare)
-            self._unlink(entry, left)
-            self._counts["evicted"] += 1
-
-    def _unlink(self, entry: PageEntry, parts: Sequence[str]) -> None:
-        """Remove a page, of whose files only those of ``parts`` are left; lock and directory's lock are held."""
-        for part in parts:
-            remove_page(self.path(entry.key, part))
+            elif error := remove_file(path):
+                raise error
         self.index.remove(entry.key)
         for part, _ in entry.parts:
             self._removed(entry.key, part)
@@ -282,8 +286,3 @@ class FilePages:
 def part_of(pool: RegisteredPool) -> str:
     """Return the part of a page that a pool's files are: its name, and what its format is."""
     return f"{pool.name}-{pool.digest[:4].hex()}"
-
-
-def _share(capacity: int, others: int) -> int:
-    """Bytes that each of ``others`` writers, and this one, may write unseen by the rest: together about half."""
-    return capacity // max(_SHARE, 2 * others)

@@ -9,7 +9,8 @@ import queue
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from .backoff import Backoff
 from .base import HiCacheStorage, RegisteredPool, StoragePool, StorageStats
 from .fingerprint import Fingerprint
 from .mooncake_client import MooncakeClient, MooncakeDownError
-from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, checksum_of, footer_head, outcome_of
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageId, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _CHUNK_PAGES = 256
 _LOCAL_BUFFER_BYTES = 1 << 20  # for Mooncake's own copies, which whole pages in registered memory do without
 _LANES = 8  # chunks that move at once, each with memory for its footers
 
+_NO_MEMORY = memoryview(b"")
+
 # Codes of Mooncake Store.
 _DOWN = range(-999, -899)  # the request failed, or had no answer in time
 _NO_ROOM = (-101, -200)  # no segment, no memory in the segments
@@ -39,21 +42,21 @@ _WRONG_SIZE = -600
 _ABSENT = (-703, -704, -707, -710, -712)  # not whole yet, not there, gone while it was read
 
 
-class _Job(NamedTuple):
-    """One page to move: position in the batch, its key, host page, parent's key, and name of the object."""
+@dataclass(slots=True)
+class _Job:
+    """One page to move: its key, host page, parent's key, and name of the object; and what is known of it.
 
-    position: int
+    While it moves, ``views`` are its parts in the pool, and ``footer`` is where its footer is.
+    """
+
     key: bytes
     page: int
     parent: bytes | None
     name: str
-
-
-class _Page(NamedTuple):
-    """Memory of a page: its parts in the pool, and where its footer is."""
-
-    views: Sequence[memoryview]
-    footer: memoryview
+    exists: bool = False
+    loaded: bool = False
+    views: Sequence[memoryview] = ()
+    footer: memoryview = _NO_MEMORY
 
 
 class MooncakeStorage(HiCacheStorage):
@@ -122,8 +125,8 @@ class MooncakeStorage(HiCacheStorage):
         self._client = MooncakeClient(master, setup, deadline_seconds=deadline_seconds, clock=clock)
         self._footers = memoryview(mmap.mmap(-1, _LANES * _CHUNK_PAGES * FOOTER_BYTES))
         self._lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for lane in range(_LANES):
-            self._lanes.put(lane)
+        for start in range(0, len(self._footers), _CHUNK_PAGES * FOOTER_BYTES):
+            self._lanes.put(start)
         self._client.register(_address(self._footers), self._footers.nbytes)
         self._client.wait_ready(deadline_seconds)
 
@@ -157,10 +160,8 @@ class MooncakeStorage(HiCacheStorage):
         """Remove every page of this fingerprint; those of other models and ranks stay."""
         self.check_open()
         if self._client.ready():
-            try:
+            with self._noting_loss("write_errors"):
                 self._ask("remove_by_regex", f"^hicache/{self._model}/.*", True)
-            except MooncakeDownError as error:
-                self._lost("write_errors", error)
 
     def stats(self) -> StorageStats:
         """Return counters since the storage was opened; ``pages`` and ``bytes`` of a store that is shared are 0."""
@@ -185,60 +186,51 @@ class MooncakeStorage(HiCacheStorage):
 
     def find_pages(self, pool: RegisteredPool, keys: list[bytes], *, leading: bool) -> list[bool]:
         """Return for each key whether its page is there."""
-        if not keys or not self._usable(self._reads, len(keys)):
-            return [False] * len(keys)
-        try:
-            return self._exist([self._name(pool, key) for key in keys])
-        except MooncakeDownError as error:
-            self._lost("read_errors", error)
-            return [False] * len(keys)
+        if self._usable(self._reads, len(keys)):
+            with self._noting_loss("read_errors"):
+                return self._exist([self._name(pool, key) for key in keys])
+        return [False] * len(keys)
 
     def load_pages(self, pool: RegisteredPool, keys: list[bytes], pages: list[int]) -> list[bool]:
         """Fill pages from objects; remove objects that are not the pages they should be."""
-        loaded = [False] * len(keys)
         if not self._usable(self._reads, len(keys)):
-            return loaded
-        try:
-            jobs = self._jobs(pool, keys, pages, [None] * len(keys))
-            there = self._exist([job.name for job in jobs])
-            found = [job for job, exists in zip(jobs, there, strict=True) if exists]
-            self.note_removed((job.key for job, exists in zip(jobs, there, strict=True) if not exists), pool.name)
-            for chunk in _chunks(pool, found):
+            return [False] * len(keys)
+        jobs = self._jobs(pool, keys, pages, [None] * len(keys))
+        with self._noting_loss("read_errors"):
+            self._look_up(jobs)
+            self.note_removed((job.key for job in jobs if not job.exists), pool.name)
+            for chunk in _chunks(pool, [job for job in jobs if job.exists]):
                 if self._reads.active:
                     break
-                self._load_chunk(pool, chunk, loaded)
-        except MooncakeDownError as error:
-            self._lost("read_errors", error)
+                self._load_chunk(pool, chunk)
+        loaded = [job.loaded for job in jobs]
         hits = sum(loaded)
         self._count(hits=hits, misses=len(keys) - hits, bytes_read=hits * pool.page_bytes)
         return loaded
 
-    def _load_chunk(self, pool: RegisteredPool, jobs: list[_Job], loaded: list[bool]) -> None:
+    def _load_chunk(self, pool: RegisteredPool, jobs: list[_Job]) -> None:
         bad = []
-        with self._moving(pool, jobs) as pages:
-            codes = self._move("batch_get_into_multi_buffers", jobs, pages)
-            for job, page, code in zip(jobs, pages, codes, strict=True):
-                outcome = self._outcome(pool, job, page, code)
-                if outcome is Outcome.HIT:
-                    loaded[job.position] = True
-                    continue
-                if outcome is not Outcome.MISSING:
+        with self._lane(pool, jobs):
+            for job, code in zip(jobs, self._move("batch_get_into_multi_buffers", jobs), strict=True):
+                outcome = self._outcome(pool, job, code)
+                job.loaded = outcome is Outcome.HIT
+                if outcome not in (Outcome.HIT, Outcome.MISSING):
                     self._count(**{outcome.value: 1})
                     bad.append(job.name)
-                if outcome is not Outcome.MISSING or code in _ABSENT:
+                    self.note_removed((job.key,), pool.name)
+                elif code in _ABSENT:
                     self.note_removed((job.key,), pool.name)
         if bad:
             logger.debug("Mooncake at %s: objects %s are not the pages they should be and removed", self._address, bad)
             self._ask("batch_remove", bad, True)
-        if any(loaded[job.position] for job in jobs) and self._reads.succeeded():
+        if any(job.loaded for job in jobs) and self._reads.succeeded():
             logger.info("Mooncake at %s: reading works again", self._address)
 
-    def _outcome(self, pool: RegisteredPool, job: _Job, page: _Page, code: int) -> Outcome:
+    def _outcome(self, pool: RegisteredPool, job: _Job, code: int) -> Outcome:
         expected = pool.page_bytes + FOOTER_BYTES
         if code == expected:
-            footer = bytes(page.footer)
-            checksum = checksum_of(page.views, footer[:-UNCHECKED_BYTES])
-            return outcome_of(footer, checksum, pool.page_bytes, job.key, pool.digest, MAGIC)
+            footer = bytes(job.footer)
+            return _id(pool, job).outcome(footer, checksum_of(job.views, footer[:-UNCHECKED_BYTES]))
         if code in _ABSENT:
             return Outcome.MISSING
         if code >= 0 or code == _WRONG_SIZE or self._ask("get_size", job.name) not in (expected, *_ABSENT):
@@ -253,60 +245,42 @@ class MooncakeStorage(HiCacheStorage):
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: list[bytes | None]
     ) -> list[bool]:
         """Store pages; return for each key whether its page is stored."""
-        stored = [False] * len(keys)
         if not self._usable(self._writes, len(keys)):
-            return stored
-        try:
-            jobs = self._jobs(pool, keys, pages, parents)
-            todo, heads = self._without_present(pool, jobs, stored)
+            return [False] * len(keys)
+        jobs = self._jobs(pool, keys, pages, parents)
+        with self._noting_loss("write_errors"):
+            heads = self._look_up_with_parents(jobs)
+            todo = [job for job in jobs if not job.exists]
+            self._count(present=len(jobs) - len(todo))
             chunks = list(_chunks(pool, todo))
             for chunk in chunks:
                 if self._writes.active:
                     self._count(skipped=len(chunk))
                 else:
-                    self._store_chunk(pool, chunk, heads, stored)
-            if len(chunks) > 1 or not all(stored):
-                self._unmark_evicted(jobs, stored)
-        except MooncakeDownError as error:
-            self._lost("write_errors", error)
-            return [False] * len(keys)
-        return stored
+                    self._store_chunk(pool, chunk, heads)
+            # What came later may have replaced the first. Not after every call, as the master keeps for some seconds
+            # what it was asked for.
+            if len(chunks) > 1 or not all(job.exists for job in jobs):
+                self._look_up([job for job in jobs if job.exists])
+            return [job.exists for job in jobs]
+        return [False] * len(keys)
 
-    def _unmark_evicted(self, jobs: list[_Job], stored: list[bool]) -> None:
-        """Ask once more for pages marked as stored: what came after them may have replaced them.
-
-        Not after every call, as the master keeps for some seconds what it was asked for.
-        """
-        marked = [job for job in jobs if stored[job.position]]
-        if not marked:
-            return
-        for job, exists in zip(marked, self._exist([job.name for job in marked]), strict=True):
-            stored[job.position] = exists
-
-    def _without_present(
-        self, pool: RegisteredPool, jobs: list[_Job], stored: list[bool]
-    ) -> tuple[list[_Job], set[bytes]]:
-        """Return the pages that are not there yet, and the keys that are, of pages and parents."""
-        own = {job.key for job in jobs}
-        parents = list({job.parent: None for job in jobs if job.parent is not None and job.parent not in own})
+    def _look_up_with_parents(self, jobs: list[_Job]) -> set[bytes | None]:
+        """Find out which pages are there, and return the keys after which a page may follow, None for no page."""
+        own = {None, *(job.key for job in jobs)}
         pools = list(self._pools.values())
-        names = [self._name(any_pool, parent) for parent in parents for any_pool in pools]
-        there = self._exist([job.name for job in jobs] + names)
-        of_parents = there[len(jobs) :]
-        heads = {parent for i, parent in enumerate(parents) if any(of_parents[i * len(pools) : (i + 1) * len(pools)])}
-        todo = []
-        for job, exists in zip(jobs, there, strict=False):
-            if exists:
-                stored[job.position] = True
-                heads.add(job.key)
-            else:
-                todo.append(job)
-        self._count(present=len(jobs) - len(todo))
-        return todo, heads
+        parents = [
+            _Job(parent, 0, None, self._name(pool, parent))
+            for parent in dict.fromkeys(job.parent for job in jobs)
+            if parent is not None and parent not in own
+            for pool in pools
+        ]
+        self._look_up([*jobs, *parents])
+        return {None, *(job.key for job in (*jobs, *parents) if job.exists)}
 
-    def _store_chunk(self, pool: RegisteredPool, jobs: list[_Job], heads: set[bytes], stored: list[bool]) -> None:
-        """Store pages of one chunk, mark them, and add their keys to ``heads``."""
-        coming: set[bytes | None] = {None, *heads}
+    def _store_chunk(self, pool: RegisteredPool, jobs: list[_Job], heads: set[bytes | None]) -> None:
+        """Store pages of one chunk, and add their keys to ``heads``."""
+        coming = set(heads)
         todo = []
         for job in jobs:
             if job.parent in coming:
@@ -315,18 +289,18 @@ class MooncakeStorage(HiCacheStorage):
         self._count(orphans=len(jobs) - len(todo))
         if not todo:
             return
-        with self._moving(pool, todo) as pages:
-            for job, page in zip(todo, pages, strict=True):
-                head = footer_head(MAGIC, size=pool.page_bytes, key=job.key, parent=job.parent, fingerprint=pool.digest)
-                page.footer[:] = head + checksum_of(page.views, head)
-            codes = self._move("batch_put_from_multi_buffers", todo, pages)
+        with self._lane(pool, todo):
+            for job in todo:
+                head = _id(pool, job).footer_head(job.parent)
+                job.footer[:] = head + checksum_of(job.views, head)
+            codes = self._move("batch_put_from_multi_buffers", todo)
         headless = []
         for job, code in zip(todo, codes, strict=True):
             if code != 0:
                 self._count(**{"no_room" if code in _NO_ROOM else "write_errors": 1})
-            elif job.parent is None or job.parent in heads:
+            elif job.parent in heads:
                 heads.add(job.key)
-                stored[job.position] = True
+                job.exists = True
                 self._count(stored=1, bytes_written=pool.page_bytes)
             else:
                 headless.append(job.name)
@@ -345,27 +319,25 @@ class MooncakeStorage(HiCacheStorage):
         self, pool: RegisteredPool, keys: list[bytes], pages: list[int], parents: Sequence[bytes | None]
     ) -> list[_Job]:
         items = zip(keys, pages, parents, strict=True)
-        return [_Job(i, key, page, parent, self._name(pool, key)) for i, (key, page, parent) in enumerate(items)]
+        return [_Job(key, page, parent, self._name(pool, key)) for key, page, parent in items]
 
     @contextlib.contextmanager
-    def _moving(self, pool: RegisteredPool, jobs: list[_Job]) -> Iterator[list[_Page]]:
-        """Memory of the jobs' pages, with room for their footers."""
+    def _lane(self, pool: RegisteredPool, jobs: list[_Job]) -> Iterator[None]:
+        """Give jobs the memory of their pages, and memory for their footers."""
         try:
             lane = self._lanes.get(timeout=self._deadline)
         except queue.Empty:
             raise MooncakeDownError(f"{_LANES} transfers hang") from None
         try:
-            starts = range(lane * _CHUNK_PAGES * FOOTER_BYTES, len(self._footers), FOOTER_BYTES)
-            yield [
-                _Page(pool.memory(job.page), self._footers[start : start + FOOTER_BYTES])
-                for job, start in zip(jobs, starts, strict=False)
-            ]
+            for job, start in zip(jobs, range(lane, len(self._footers), FOOTER_BYTES), strict=False):
+                job.views, job.footer = pool.memory(job.page), self._footers[start : start + FOOTER_BYTES]
+            yield
         finally:
             self._lanes.put(lane)
 
-    def _move(self, method: str, jobs: list[_Job], pages: list[_Page]) -> list[int]:
+    def _move(self, method: str, jobs: list[_Job]) -> list[int]:
         """Move pages and footers; a code for each: bytes read, 0 where written, or why not."""
-        pieces = [[*page.views, page.footer] for page in pages]
+        pieces = [[*job.views, job.footer] for job in jobs]
         codes: list[int] = self._client.call(
             method,
             [job.name for job in jobs],
@@ -383,7 +355,14 @@ class MooncakeStorage(HiCacheStorage):
         self._count(skipped=pages)
         return False
 
+    def _look_up(self, jobs: list[_Job]) -> None:
+        """Find out which pages are there."""
+        for job, exists in zip(jobs, self._exist([job.name for job in jobs]), strict=True):
+            job.exists = exists
+
     def _exist(self, names: list[str]) -> list[bool]:
+        if not names:
+            return []
         codes: list[int] = self._ask("batch_is_exist", names)
         if any(code < 0 for code in codes):
             raise MooncakeDownError(f"code {min(codes)}")
@@ -394,9 +373,14 @@ class MooncakeStorage(HiCacheStorage):
         _raise_if_down(answer if isinstance(answer, list) else [answer])
         return answer
 
-    def _lost(self, counter: str, error: MooncakeDownError) -> None:
-        self._count(**{counter: 1})
-        self._client.lost(error)
+    @contextlib.contextmanager
+    def _noting_loss(self, counter: str) -> Iterator[None]:
+        """End a ``with`` block where the connection is lost, and note that."""
+        try:
+            yield
+        except MooncakeDownError as error:
+            self._count(**{counter: 1})
+            self._client.lost(error)
 
     def _failed(self, backoff: Backoff, what: str, code: int) -> None:
         if backoff.failed():
@@ -408,6 +392,10 @@ def _raise_if_down(codes: Sequence[int]) -> None:
     down = [code for code in codes if code in _DOWN]
     if down:
         raise MooncakeDownError(f"code {down[0]}")
+
+
+def _id(pool: RegisteredPool, job: _Job) -> PageId:
+    return PageId(job.key, pool.digest, pool.page_bytes, MAGIC)
 
 
 def _chunks(pool: RegisteredPool, jobs: list[_Job]) -> Iterator[list[_Job]]:
@@ -423,9 +411,9 @@ def _address(memory: memoryview) -> int:
 
 def _buffer(pool: Any) -> torch.Tensor | None:
     """Memory of a pool; None for one without bytes."""
-    if not hasattr(pool, "page_bytes") or not pool.page_bytes:
+    if not getattr(pool, "page_bytes", 0):
         return None
-    if not isinstance(pool.buffer if hasattr(pool, "buffer") else None, torch.Tensor):
+    buffer = getattr(pool, "buffer", None)
+    if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"pool is {type(pool).__name__}; it lacks buffer, a tensor of the memory to register")
-    buffer: torch.Tensor = pool.buffer
     return buffer

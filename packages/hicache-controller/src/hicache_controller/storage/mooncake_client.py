@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from ..mooncake_module import import_mooncake
@@ -137,23 +138,18 @@ class MooncakeClient:
         MooncakeDownError
             Where there is no connection, or no answer in time; a call that hangs keeps its thread.
         """
-        outcome: list[tuple[Any, BaseException | None]] = []
-        over = threading.Event()
+        answer: Future[Any] = Future()
 
         def work() -> None:
             try:
-                outcome.append((self.call(method, *arguments), None))
+                answer.set_result(self.call(method, *arguments))
             except BaseException as error:
-                outcome.append((None, error))
-            over.set()
+                answer.set_exception(error)
 
         threading.Thread(target=work, name="hicache-mooncake-call", daemon=True).start()
-        if not over.wait(self._deadline):
+        if not wait([answer], self._deadline).done:
             raise MooncakeDownError(f"{method} had no answer within {self._deadline} s")
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        return answer.result()
 
     def close(self) -> None:
         """Unregister all memory and leave the store, once no call is inside it. Idempotent.
@@ -182,20 +178,19 @@ class MooncakeClient:
     def _try(self) -> None:
         """Connect, or find out whether the master is back."""
         store: Any = None
-        error: Exception | None = None
+        works = False
         try:
             _check_alive(self._master, self._deadline)
             if self._store is None:
                 store = self._set_up()
             else:
                 self._ping()
-        except Exception as failure:  # not raised on this thread: it delays the next attempt
-            error = failure
-        if error is not None:
+            works = True
+        except Exception as error:  # not raised on this thread: it delays the next attempt
             self._failed(error)
         with self._changed:
             self._attempt = None
-            if error is None and not self._closed:
+            if works and not self._closed:
                 if store is not None:
                     for address, size in self._buffers.items():
                         self._check_registered(store.register_buffer(address, size), size)
@@ -236,12 +231,8 @@ class MooncakeClient:
 
     def _check_registered(self, code: int, size: int) -> None:
         if code != 0:
-            logger.warning(
-                "Mooncake at %s: registering %d bytes of host memory returned %d; RDMA cannot use them",
-                self._master,
-                size,
-                code,
-            )
+            what = f"registering {size} bytes of host memory returned {code}"
+            logger.warning("Mooncake at %s: %s; RDMA cannot use them", self._master, what)
 
 
 def _check_alive(master: str, seconds: float) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ FOOTER_BYTES = FIELDS.size + UNCHECKED_BYTES
 
 _FROM_MAGIC_BYTES = 128
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_ANY_FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # that is there: a link is refused, a pipe is not waited for
 _PIECE_BYTES = 1 << 20
 _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
@@ -55,13 +56,49 @@ class PageRead(NamedTuple):
     touched: int = 0
 
 
+class PageId(NamedTuple):
+    """What a page's footer must say: its key, the fingerprint of its pool, and the bytes of its payload.
+
+    ``magic`` is what the footers of a storage have.
+    """
+
+    key: bytes
+    fingerprint: bytes
+    size: int
+    magic: bytes = MAGIC
+
+    def footer_head(self, parent: bytes | None) -> bytes:
+        """Return the footer of a page that follows ``parent``, without its checksum."""
+        before = parent or b""
+        fields = (self.magic, VERSION, FOOTER_BYTES, self.size, len(self.key), len(before), before, self.fingerprint)
+        return FIELDS.pack(self.key, *fields)
+
+    def outcome(self, footer: bytes, digest: bytes) -> Outcome:
+        """Return what a page is that was read in full.
+
+        Parameters
+        ----------
+        footer
+            Its last 192 bytes.
+        digest
+            XXH3-128 of all but the last 16.
+        """
+        key, magic, version, _, size, key_length, _, _, fingerprint = FIELDS.unpack_from(footer)
+        if magic != self.magic:
+            return Outcome.DAMAGED
+        if version != VERSION:
+            return Outcome.OLD_FORMAT
+        if digest != footer[-UNCHECKED_BYTES:]:
+            return Outcome.DAMAGED
+        return Outcome.HIT if (key[:key_length], fingerprint, size, magic) == self else Outcome.FOREIGN
+
+
 def write_page(
     path: str,
     views: Sequence[memoryview],
+    page: PageId,
     *,
-    key: bytes,
     parent: bytes | None,
-    fingerprint: bytes,
     touched: int | None = None,
     over: bool = False,
 ) -> None:
@@ -72,7 +109,7 @@ def write_page(
 
     Parameters
     ----------
-    path, views, key, parent, fingerprint
+    path, views, page, parent
         The file, the payload, and what the footer says.
     touched
         Time of the file, in nanoseconds since the epoch; that of writing with None.
@@ -84,30 +121,28 @@ def write_page(
     OSError
         Where a new file exists or the page cannot be written in full; the file is removed, the one to write over too.
     """
-    size = sum(view.nbytes for view in views)
-    file = _open_over(path, size + FOOTER_BYTES) if over else None
+    size = page.size + FOOTER_BYTES
+    old = _open_over(path, size) if over else None
+    file = new_file(path) if old is None else old
     try:
-        if file is None:
-            file = new_file(path)
-            if size >= _ALLOCATE_FROM:
-                allocate(file, size + FOOTER_BYTES)
+        if old is None and page.size >= _ALLOCATE_FROM:
+            allocate(file, size)
         checksum, offset = xxhash.xxh3_128(), 0
         *first, last = pieces(views) or [[]]
         for piece in first:
             _update(checksum, piece)
             offset += _whole(os.pwritev, file, piece, offset)
-        head = footer_head(MAGIC, size=size, key=key, parent=parent, fingerprint=fingerprint)
+        head = page.footer_head(parent)
         _update(checksum, [*last, memoryview(head)])
         _whole(os.pwritev, file, [*last, memoryview(head + checksum.digest())], offset)
         if touched is not None:
             os.utime(file, ns=(touched, touched))
     except BaseException:
-        if file is not None:
-            os.close(file)
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(path)
         raise
-    os.close(file)
+    finally:
+        os.close(file)
 
 
 def new_file(path: str) -> int:
@@ -129,17 +164,25 @@ def new_file(path: str) -> int:
     return file
 
 
-def read_page(path: str, views: Sequence[memoryview], *, key: bytes, fingerprint: bytes, owner: int) -> PageRead:
-    """Read a page into ``views`` and check it.
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """Open whatever is at a path for reading, except a link."""
+    file = os.open(path, os.O_RDONLY | _ANY_FILE)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def read_page(path: str, views: Sequence[memoryview], page: PageId) -> PageRead:
+    """Read a page into ``views`` and check it; its file must belong to this user.
 
     Parameters
     ----------
-    path, key, fingerprint
+    path, page
         The file, and what it must say it is.
     views
         Where the payload goes; undefined unless the outcome is a hit.
-    owner
-        User id the file must belong to.
 
     Raises
     ------
@@ -147,31 +190,28 @@ def read_page(path: str, views: Sequence[memoryview], *, key: bytes, fingerprint
         Where reading fails for another reason than that the file is missing.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(path) as file:
+            status = os.fstat(file)
+            outcome = _read_open(file, status, views, page)
     except FileNotFoundError:
         return PageRead(Outcome.MISSING)
-    try:
-        status = os.fstat(file)
-        outcome = _read_open(file, status, views, key, fingerprint, owner)
-    finally:
-        os.close(file)
     if outcome is not Outcome.HIT and not _is(path, status):
         return PageRead(Outcome.MISSING)  # evicted while it was read, and written over perhaps
     return PageRead(outcome, status.st_mtime_ns)
 
 
-def _read_open(
-    file: int, status: os.stat_result, views: Sequence[memoryview], key: bytes, fingerprint: bytes, owner: int
-) -> Outcome:
+def _read_open(file: int, status: os.stat_result, views: Sequence[memoryview], page: PageId) -> Outcome:
     if not stat.S_ISREG(status.st_mode):
         return Outcome.FOREIGN
-    if status.st_uid != owner:
+    if status.st_uid != os.geteuid():
         return Outcome.WRONG_OWNER
-    size = sum(view.nbytes for view in views)
-    if status.st_size != size + FOOTER_BYTES:
-        return _why_another_size(file, status.st_size)
+    if status.st_size != page.size + FOOTER_BYTES:
+        version = _version_of(_end_of(file, status.st_size))
+        if version is None:
+            return Outcome.DAMAGED
+        return Outcome.FOREIGN if version == VERSION else Outcome.OLD_FORMAT
     checksum, offset, footer = xxhash.xxh3_128(), 0, bytearray(FOOTER_BYTES)
-    read = _read_ahead if size >= _READ_AHEAD_FROM else os.preadv
+    read = _read_ahead if page.size >= _READ_AHEAD_FROM else os.preadv
     *first, last = pieces(views) or [[]]
     for piece in first:
         offset += _whole(read, file, piece, offset)
@@ -180,76 +220,40 @@ def _read_open(
     if offset != status.st_size:
         return Outcome.DAMAGED
     _update(checksum, [*last, memoryview(footer)[:-UNCHECKED_BYTES]])
-    return outcome_of(bytes(footer), checksum.digest(), size, key, fingerprint)
-
-
-def footer_head(magic: bytes, *, size: int, key: bytes, parent: bytes | None, fingerprint: bytes) -> bytes:
-    """Return a footer without its checksum; ``size`` is that of the payload."""
-    before = parent or b""
-    return FIELDS.pack(key, magic, VERSION, FOOTER_BYTES, size, len(key), len(before), before, fingerprint)
-
-
-def outcome_of(
-    footer: bytes, digest: bytes, size: int, key: bytes, fingerprint: bytes, magic: bytes = MAGIC
-) -> Outcome:
-    """Return what a page is that was read in full.
-
-    Parameters
-    ----------
-    footer
-        The last 192 bytes of the file.
-    digest
-        XXH3-128 of all but the last 16.
-    size, key, fingerprint
-        Bytes of the payload, and what the footer must say.
-    magic
-        What footers of this storage have.
-    """
-    key_field, found, version, _, bytes_, key_length, _, _, fingerprint_field = FIELDS.unpack_from(footer)
-    if found != magic:
-        return Outcome.DAMAGED
-    if version != VERSION:
-        return Outcome.OLD_FORMAT
-    if digest != footer[-UNCHECKED_BYTES:]:
-        return Outcome.DAMAGED
-    if (key_field[:key_length], fingerprint_field, bytes_) != (key, fingerprint, size):
-        return Outcome.FOREIGN
-    return Outcome.HIT
+    return page.outcome(bytes(footer), checksum.digest())
 
 
 def _is(path: str, status: os.stat_result) -> bool:
     try:
-        now = os.stat(path, follow_symlinks=False)
+        return os.path.samestat(os.stat(path, follow_symlinks=False), status)
     except OSError:
         return False
-    return (now.st_dev, now.st_ino) == (status.st_dev, status.st_ino)
 
 
 class PageHead(NamedTuple):
-    """What the footer of a file says: its format version and the page's parent; None where there is none."""
+    """What a file is, and what its footer says: its format version and the page's parent; None where there is none."""
 
-    version: int | None = None
+    size: int
+    touched: int
+    version: int | None
     parent: bytes | None = None
 
 
-def read_head(path: str, size: int) -> PageHead:
-    """Return what the footer of a file of ``size`` bytes says; nothing is checked.
-
-    Raises
-    ------
-    OSError
-        Where the file cannot be read.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+def read_head(path: str) -> PageHead | None:
+    """Return what a file says about itself, unchecked; None where it is gone, not readable, or something else."""
     try:
-        footer = os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0))
-    finally:
-        os.close(file)
-    version = _version_of(footer)
-    if version != VERSION or len(footer) < FOOTER_BYTES:
-        return PageHead(version)
+        with opened(path) as file:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            footer = _end_of(file, status.st_size)
+    except OSError:
+        return None
+    head = PageHead(status.st_size, status.st_mtime_ns, _version_of(footer))
+    if head.version != VERSION or len(footer) < FOOTER_BYTES:
+        return head
     _, _, _, _, _, _, length, parent, _ = FIELDS.unpack_from(footer)
-    return PageHead(version, parent[:length] if 0 < length <= MAX_KEY_BYTES else None)
+    return head._replace(parent=parent[:length]) if 0 < length <= MAX_KEY_BYTES else head
 
 
 def checksum_of(views: Sequence[memoryview], head: bytes) -> bytes:
@@ -264,11 +268,9 @@ def _update(checksum: xxhash.xxh3_128, views: Sequence[memoryview]) -> None:
         checksum.update(view)
 
 
-def _why_another_size(file: int, size: int) -> Outcome:
-    version = _version_of(os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0)))
-    if version is None:
-        return Outcome.DAMAGED
-    return Outcome.FOREIGN if version == VERSION else Outcome.OLD_FORMAT
+def _end_of(file: int, size: int) -> bytes:
+    """Return the last bytes of a file of ``size`` bytes, as many as a footer has, or all."""
+    return os.pread(file, FOOTER_BYTES, max(size - FOOTER_BYTES, 0))
 
 
 def _version_of(end: bytes) -> int | None:
@@ -283,7 +285,7 @@ def _open_over(path: str, size: int) -> int | None:
     """Open a file to write over and give it ``size`` bytes; None, and no file, where it is not wholly ours to write."""
     file = None
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(path, os.O_WRONLY | _ANY_FILE)
         status = os.fstat(file)
         ours = (stat.S_IFREG | 0o600, os.geteuid(), 1)
         if (status.st_mode, status.st_uid, status.st_nlink) == ours:
@@ -327,17 +329,14 @@ def _read_ahead(file: int, views: list[memoryview], offset: int) -> int:
 
 def _whole(move: Callable[[int, list[memoryview], int], int], file: int, views: list[memoryview], offset: int) -> int:
     """Call ``preadv`` or ``pwritev`` until all bytes have moved or the file ends; return the bytes moved."""
-    total = moved = move(file, views, offset)
-    if moved == sum(view.nbytes for view in views):  # as nearly always
-        return total
-    left = list(views)
-    while moved:
-        while left and moved >= left[0].nbytes:
-            moved -= left[0].nbytes
-            left.pop(0)
-        if not left:
-            break
-        left[0] = left[0][moved:]
-        moved = move(file, left, offset + total)
+    total, left = 0, list(views)
+    while left and (moved := move(file, left, offset + total)):
         total += moved
+        done = 0
+        while done < len(left) and moved >= left[done].nbytes:
+            moved -= left[done].nbytes
+            done += 1
+        del left[:done]
+        if moved:
+            left[0] = left[0][moved:]
     return total

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class PageEntry:
     """One page: its parts (one for each pool that stored something under its key), and the page before it."""
 
-    __slots__ = ("key", "parent", "parts", "queued", "removed", "tick")
-
-    def __init__(self, key: bytes, parent: bytes | None, tick: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.tick = tick
-        self.parts: tuple[tuple[str, int], ...] = ()
-        self.queued = False
-        self.removed = False
+    key: bytes
+    parent: bytes | None
+    tick: int
+    parts: tuple[tuple[str, int], ...] = ()
+    queued: bool = False
 
     def part_bytes(self, part: str) -> int | None:
         """Bytes of a part, or None where the page does not have it."""
-        for name, size in self.parts:
-            if name == part:
-                return size
-        return None
+        return dict(self.parts).get(part)
 
 
 class PageIndex:
@@ -38,7 +34,7 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PageEntry] = {}
-        self._children: dict[bytes, int] = {}
+        self._children: Counter[bytes] = Counter()
         self._leaves: list[tuple[int, int, PageEntry]] = []
         self._pushes = 0
         self._same_parts: dict[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = {}
@@ -66,18 +62,13 @@ class PageIndex:
                 parent = before_it.key  # one object for both
             entry = self._entries[key] = PageEntry(key, parent, tick)
             if parent is not None:
-                self._children[parent] = self._children.get(parent, 0) + 1
+                self._children[parent] += 1
             if key not in self._children:
                 self._queue(entry)
-        elif tick > entry.tick:
-            entry.tick = tick
-        before = entry.part_bytes(part)
-        if before is None:
-            entry.parts = self._shared((*entry.parts, (part, size)))
-            self.total_bytes += size
-        elif before != size:
-            entry.parts = self._shared(tuple((n, size if n == part else s) for n, s in entry.parts))
-            self.total_bytes += size - before
+        entry.tick = max(tick, entry.tick)
+        parts = dict(entry.parts)
+        self.total_bytes += size - parts.get(part, 0)
+        self._set_parts(entry, parts | {part: size})
 
     def touch(self, key: bytes, tick: int) -> None:
         """Note a use; unknown keys are ignored. Ancestors count as used for as long as the page is there."""
@@ -88,12 +79,12 @@ class PageIndex:
     def remove_part(self, key: bytes, part: str) -> None:
         """Forget one part, and the page with its last part; unknown ones are ignored."""
         entry = self._entries.get(key)
-        size = None if entry is None else entry.part_bytes(part)
-        if entry is None or size is None:
+        parts = {} if entry is None else dict(entry.parts)
+        if entry is None or part not in parts:
             return
-        entry.parts = self._shared(tuple(p for p in entry.parts if p[0] != part))
-        self.total_bytes -= size
-        if not entry.parts:
+        self.total_bytes -= parts.pop(part)
+        self._set_parts(entry, parts)
+        if not parts:
             self.remove(key)
 
     def remove(self, key: bytes) -> None:
@@ -101,27 +92,24 @@ class PageIndex:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        entry.removed = True
         self.total_bytes -= sum(size for _, size in entry.parts)
         if entry.parent is None:
             return
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.tick = max(parent.tick, entry.tick)
-        left = self._children[entry.parent] - 1
-        if left:
-            self._children[entry.parent] = left
-            return
-        del self._children[entry.parent]
-        if parent is not None:
-            self._queue(parent)
+        self._children[entry.parent] -= 1
+        if not self._children[entry.parent]:
+            del self._children[entry.parent]
+            if parent is not None:
+                self._queue(parent)
 
     def oldest_leaf(self, keep: Collection[bytes] = ()) -> PageEntry | None:
         """Return the page to evict next: the least recently used of those without children and not in ``keep``."""
         leaves, kept, found = self._leaves, [], None
         while leaves:
             tick, count, entry = leaves[0]
-            if entry.removed or entry.key in self._children:
+            if not self._has(entry) or entry.key in self._children:
                 entry.queued = False
                 heapq.heappop(leaves)
             elif entry.tick > tick:
@@ -144,28 +132,29 @@ class PageIndex:
         total = sum(size for e in self._entries.values() for _, size in e.parts)
         if total != self.total_bytes:
             raise RuntimeError(f"total_bytes is {self.total_bytes}, the parts sum to {total}")
-        children: dict[bytes, int] = {}
-        for entry in self._entries.values():
-            if entry.parent is not None:
-                children[entry.parent] = children.get(entry.parent, 0) + 1
+        children = Counter(entry.parent for entry in self._entries.values() if entry.parent is not None)
         if children != self._children:
             raise RuntimeError("the counts of children differ from the parents the pages name")
-        queued = [id(e) for _, _, e in self._leaves if not e.removed]
+        queued = [id(e) for _, _, e in self._leaves if self._has(e)]
         if len(queued) != len(set(queued)):
             raise RuntimeError("a page is queued for eviction twice")
         missing = [k for k, e in self._entries.items() if k not in children and id(e) not in set(queued)]
         if missing:
             raise RuntimeError(f"{len(missing)} pages without children are not queued for eviction")
 
-    def _shared(self, parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        """Return one object for all pages that have the same parts."""
-        return self._same_parts.setdefault(parts, parts)
+    def _has(self, entry: PageEntry) -> bool:
+        return self._entries.get(entry.key) is entry
+
+    def _set_parts(self, entry: PageEntry, parts: Mapping[str, int]) -> None:
+        """Set an entry's parts, to one object for all pages that have the same."""
+        same = tuple(parts.items())
+        entry.parts = self._same_parts.setdefault(same, same)
 
     def _queue(self, entry: PageEntry) -> None:
         if entry.queued:
             return
         if len(self._leaves) > 2 * len(self._entries) + 64:
-            self._leaves = [item for item in self._leaves if not item[2].removed]
+            self._leaves = [item for item in self._leaves if self._has(item[2])]
             heapq.heapify(self._leaves)
         entry.queued = True
         self._pushes += 1

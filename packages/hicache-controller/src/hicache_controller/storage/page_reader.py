@@ -1,127 +1,127 @@
-"""PageReader: reads the pages of many files in one compiled call, or one by one in Python while there is none."""
+"""Reads the pages of many files in one compiled call, or one by one in Python while there is none."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import functools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache_kernels.files import FileRead, read_files
-from hicache_kernels.probe import load_outcome_so_far
+from hicache_kernels.probe import load_outcome_so_far, warn_once
 
 from .io_threads import IoThreads
-from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageRead, outcome_of, read_page
+from .page_file import FOOTER_BYTES, UNCHECKED_BYTES, Outcome, PageId, PageRead, opened, read_page
 from .xxh3 import digest_of, xxh3_checksum
 
-logger = logging.getLogger(__name__)
+_CACHESTAT = 451  # the number of the system call on every architecture; Linux has it since 6.5
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# Too short a call to give the GIL up for.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("offset", ctypes.c_uint64), ("length", ctypes.c_uint64)]
+
+
+class _Statistics(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")]
 
 
 class PageRequest(NamedTuple):
-    """A page to read: its file, what gives the memory that its payload goes to, and the key that it must have."""
+    """A page to read: its file, what gives the memory that its payload goes to, and what it must be."""
 
     path: str
     memory: Callable[[], Sequence[memoryview]]
-    key: bytes
+    page: PageId
 
 
-class PageReader:
-    """Reads pages and checks them; making one starts to load the compiled module, in the background.
+def compiled_reads() -> bool:
+    """Return whether pages are read in one compiled call; the first call starts to load that, in the background."""
+    outcome = load_outcome_so_far("files", "cpu")
+    if outcome is None:
+        return False
+    missing = outcome.reason
+    if missing is None and xxh3_checksum() is None:
+        missing = "this build of xxhash does not show its C functions"
+    if missing is not None:
+        warn_once(f"pages of files are read one by one in Python, which is slower: {missing}")
+    return missing is None
+
+
+def read_pages(threads: IoThreads, requests: Sequence[PageRequest]) -> list[PageRead | OSError]:
+    """Read pages and check them, as :func:`read_page` does.
 
     Parameters
     ----------
     threads
-        What reads one by one.
-    owner
-        User id that files must belong to.
+        What reads.
+    requests
+        At least one, all of one size. Their files must belong to this user.
+
+    Returns
+    -------
+    list of PageRead or OSError
+        One a request, in order; the error where :func:`read_page` would raise it.
     """
+    item_bytes = requests[0].page.size + 4096
+    # Pages that are read together were mostly written together.
+    waits = not all(is_cached(path) for path in {requests[0].path, requests[-1].path})
+    if not compiled_reads():
+        return threads.map(_read_one, requests, item_bytes, waits=waits)
+    footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
+    ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
+    held: list[memoryview] = []
 
-    def __init__(self, threads: IoThreads, owner: int) -> None:
-        self._threads = threads
-        self._owner = owner
-        load_outcome_so_far("files", "cpu")
+    def views() -> Iterator[tuple[memoryview, ...]]:
+        # Not as a list: a page may have hundreds of views, and Python looks through all that are alive for cycles.
+        for request, end in zip(requests, ends, strict=True):
+            memory = request.memory()
+            # Compiled code knows addresses only; one view a page keeps its memory from being unmapped meanwhile.
+            held.extend(memory[:1])
+            yield (*memory, end)
 
-    @property
-    def compiled(self) -> bool:
-        """Whether pages are read in one compiled call."""
-        outcome = load_outcome_so_far("files", "cpu")
-        if outcome is None:
-            return False
-        missing = outcome.reason
-        if missing is None and xxh3_checksum() is None:
-            missing = "this build of xxhash does not show its C functions"
-        if missing is not None:
-            _log_once(missing)
-        return missing is None
-
-    def read(
-        self, requests: Sequence[PageRequest], *, fingerprint: bytes, page_bytes: int, waits: bool
-    ) -> list[PageRead | OSError]:
-        """Read pages and check them, as :func:`read_page` does.
-
-        Parameters
-        ----------
-        requests, fingerprint, page_bytes
-            The pages, what their footers must say, and the bytes of each.
-        waits
-            Whether most of them have to come from a disk.
-
-        Returns
-        -------
-        list of PageRead or OSError
-            One a request, in order; the error where :func:`read_page` would raise it.
-        """
-        read_one = functools.partial(self._read_one, fingerprint)
-        item_bytes = page_bytes + 4096
-        if not self.compiled:
-            return self._threads.map(read_one, requests, item_bytes, waits=waits)
-        footers = memoryview(bytearray(FOOTER_BYTES * len(requests)))
-        ends = [footers[end - FOOTER_BYTES : end] for end in range(FOOTER_BYTES, len(footers) + 1, FOOTER_BYTES)]
-        held: list[memoryview] = []
-
-        def views() -> Iterator[tuple[memoryview, ...]]:
-            # Not as a list: a page may have hundreds of views, and Python looks through all that are alive for cycles.
-            for request, end in zip(requests, ends, strict=True):
-                memory = request.memory()
-                # Compiled code knows addresses only; one view a page keeps its memory from being unmapped meanwhile.
-                held.extend(memory[:1])
-                yield (*memory, end)
-
-        found = read_files(
-            [request.path for request in requests],
-            views(),
-            threads=self._threads.worth(len(requests), item_bytes, waits=waits, compiled=True),
-            checksum=xxh3_checksum(),
-            unchecked=UNCHECKED_BYTES,
-        )
-        results: list[PageRead | OSError] = []
-        for request, file, footer in zip(requests, found, ends, strict=True):
-            if file.error == errno.ENOENT:
-                results.append(PageRead(Outcome.MISSING))
-            elif file.error:
-                results.append(OSError(file.error, os.strerror(file.error), request.path))
-            elif self._is_hit(file, bytes(footer), request.key, fingerprint, page_bytes):
-                results.append(PageRead(Outcome.HIT, file.changed_ns))
-            else:  # rare, and it takes a second look to tell what it is
-                results.append(read_one(request))
-        return results
-
-    def _is_hit(self, file: FileRead, footer: bytes, key: bytes, fingerprint: bytes, page_bytes: int) -> bool:
-        # Of what was not read in full, the footer is zeros.
-        outcome = outcome_of(footer, digest_of(file.low, file.high), page_bytes, key, fingerprint)
-        return outcome is Outcome.HIT and file.owner == self._owner
-
-    def _read_one(self, fingerprint: bytes, request: PageRequest) -> PageRead | OSError:
-        try:
-            return read_page(
-                request.path, request.memory(), key=request.key, fingerprint=fingerprint, owner=self._owner
-            )
-        except OSError as error:
-            return error
+    found = read_files(
+        [request.path for request in requests],
+        views(),
+        threads=threads.worth(len(requests), item_bytes, waits=waits, compiled=True),
+        checksum=xxh3_checksum(),
+        unchecked=UNCHECKED_BYTES,
+    )
+    results: list[PageRead | OSError] = []
+    for request, file, footer in zip(requests, found, ends, strict=True):
+        if file.error == errno.ENOENT:
+            results.append(PageRead(Outcome.MISSING))
+        elif file.error:
+            results.append(OSError(file.error, os.strerror(file.error), request.path))
+        elif _is_hit(request, file, bytes(footer)):
+            results.append(PageRead(Outcome.HIT, file.changed_ns))
+        else:  # rare, and it takes a second look to tell what it is
+            results.append(_read_one(request))
+    return results
 
 
-@functools.cache
-def _log_once(reason: str) -> None:
-    logger.warning("pages of files are read one by one in Python, which is slower: %s", reason)
+def _is_hit(request: PageRequest, file: FileRead, footer: bytes) -> bool:
+    # Of what was not read in full, the footer is zeros.
+    outcome = request.page.outcome(footer, digest_of(file.low, file.high))
+    return outcome is Outcome.HIT and file.owner == os.geteuid()
+
+
+def _read_one(request: PageRequest) -> PageRead | OSError:
+    try:
+        return read_page(request.path, request.memory(), request.page)
+    except OSError as error:
+        return error
+
+
+def is_cached(path: str) -> bool:
+    """Return whether all of a file is in the page cache; False where there is no file, or the kernel does not say."""
+    whole, found = _Range(0, 0), _Statistics()
+    try:
+        with opened(path) as file:
+            pages = -(-os.fstat(file).st_size // _PAGE)
+            failed = _libc.syscall(_CACHESTAT, file, ctypes.byref(whole), ctypes.byref(found), 0)
+    except OSError:
+        return False
+    return not failed and found.cached >= pages

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hicache_kernels.probe import warn_once
 
 from .base import RegisteredPool
-from .directory import disk_bytes, is_blocked, remove_file
+from .directory import MODEL_BYTES, disk_bytes, is_blocked, remove_file
 from .file_pages import FilePages, part_of
 from .io_threads import IoThreads
-from .page_file import FOOTER_BYTES, write_page
+from .page_file import FOOTER_BYTES, PageId, write_page
 
 _CHUNK_BYTES = 64 << 20  # written between two looks at what others write
 _CHUNK_PAGES = 256
@@ -24,17 +23,21 @@ NOT_OF_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFA
 """Errors that are of the process or the system, and say nothing of the file."""
 
 
-class Job(NamedTuple):
-    """One page to store: position in the call, key, page in the index, host page, its parent there, and its time."""
+@dataclass(slots=True)
+class Job:
+    """One page to store: its name and its parent's in the index, its host page and its time; and what became of it."""
 
-    position: int
-    key: bytes
     page: bytes
-    host_page: int
     parent: bytes | None
+    host_page: int
     tick: int
+    path: str | None = None  # of what is being written
+    error: OSError | None = None
+    written: bool = False
+    stored: bool = False
 
 
+@dataclass(eq=False)
 class PageWriter:
     """The pages of one call of ``store_pages``, which do not make room for each other.
 
@@ -44,47 +47,27 @@ class PageWriter:
         The directory, and what writes.
     pool
         Whose pages they are.
-    model
-        What makes a page of a key.
     pool_parts
         The parts of all pools, under any of which a page's parent may be stored.
-
-    Attributes
-    ----------
-    stored
-        For each key whether its page is stored.
-    counts
-        What to add to the storage's counters.
+    count
+        Adds to the storage's counters.
     """
 
-    def __init__(
-        self, files: FilePages, threads: IoThreads, pool: RegisteredPool, model: bytes, pool_parts: Sequence[str]
-    ) -> None:
-        self._files = files
-        self._threads = threads
-        self._pool = pool
-        self._part = part_of(pool)
-        self._model = model
-        self._pool_parts = pool_parts
-        self._size = disk_bytes(pool.page_bytes + FOOTER_BYTES)
+    files: FilePages
+    threads: IoThreads
+    pool: RegisteredPool
+    pool_parts: Sequence[str]
+    count: Callable[..., None]
+
+    def __post_init__(self) -> None:
+        self._part = part_of(self.pool)
+        self._size = disk_bytes(self.pool.page_bytes + FOOTER_BYTES)
         self._keep: set[bytes] = set()
-        self.stored: list[bool] = []
-        self.counts: Counter[str] = Counter()
 
     @property
     def chunk_pages(self) -> int:
         """Pages to store at once."""
-        share = self._files.share()
-        return max(1, min(_CHUNK_PAGES, (_CHUNK_BYTES if share is None else min(_CHUNK_BYTES, share)) // self._size))
-
-    def jobs(self, keys: list[bytes], pages: list[int], parents: list[bytes | None]) -> list[Job]:
-        """Return what there is to store, of which nothing is stored so far."""
-        self.stored = [False] * len(keys)
-        ticks = self._files.ticks(len(keys))
-        return [
-            Job(i, key, key + self._model, page, None if parent is None else parent + self._model, tick)
-            for i, (key, page, parent, tick) in enumerate(zip(keys, pages, parents, ticks, strict=True))
-        ]
+        return max(1, min(_CHUNK_PAGES, min(_CHUNK_BYTES, self.files.share) // self._size))
 
     def store(self, jobs: list[Job]) -> bool:
         """Store a chunk; return whether anything was written. A failure of the medium is raised once all is settled."""
@@ -92,133 +75,122 @@ class PageWriter:
         self._keep.update(page for job in jobs for page in (job.page, job.parent) if page is not None)
         if not todo:
             return False
-        reserved = 0
-        try:
-            if not self._files.reserve(self._size, len(todo), self._keep):
-                self.counts["no_room"] += len(todo)
-                return False
-            reserved = len(todo) * self._size
-            failure = self._write_and_publish(todo)
-        finally:
-            self._files.release(reserved)
-        if failure is not None:
-            raise failure
-        return True
+        with self.files.room_for(self._size, len(todo), self._keep) as there_is_room:
+            if there_is_room:
+                self._write_and_publish(todo)
+            else:
+                self.count(no_room=len(todo))
+        return there_is_room
 
     def settled(self, jobs: list[Job]) -> list[bool]:
         """Return what is stored as the call ends: other calls and other processes may have evicted some of it."""
-        names = [job.page for job in jobs if self.stored[job.position]]
-        there = {name: self._is_there(name) for name in names}
+        there = {job.page: self.files.has(job.page, self._part, self.pool.page_bytes) for job in jobs if job.stored}
         # Times after those of the files, or these would count as another process's use.
-        self._files.note(names, self._part, list(map(there.__getitem__, names)))
+        self.files.note(list(there), self._part, list(there.values()))
         return [there.get(job.page, False) for job in jobs]
 
-    def _is_there(self, page: bytes) -> bool:
-        return self._files.size(page, self._part) == self._pool.page_bytes + FOOTER_BYTES
-
     def _without_present(self, jobs: list[Job]) -> list[Job]:
-        self._files.touch((job.parent, job.tick + 1) for job in jobs if job.parent is not None)
-        todo = []
+        self.files.touch((job.parent, job.tick + 1) for job in jobs if job.parent is not None)
         for job in jobs:
-            if not self._is_there(job.page):
-                todo.append(job)
-                continue
-            self.stored[job.position] = True
-            self.counts["present"] += 1
-            self._files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=False)
+            job.stored = self.files.has(job.page, self._part, self.pool.page_bytes)
+            if job.stored:
+                self.files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=False)
+        todo = [job for job in jobs if not job.stored]
+        self.count(present=len(jobs) - len(todo))
         return todo
 
     def _without_orphans(self, jobs: list[Job]) -> list[Job]:
         """Refuse pages whose parent is not stored before room is made for them."""
         known = {job.page for job in jobs}
-        kept = [job for job in jobs if job.parent is None or job.parent in known or self._is_stored(job.parent)]
-        self.counts["orphans"] += len(jobs) - len(kept)
+        kept = [job for job in jobs if job.parent in known or self._is_stored(job.parent)]
+        self.count(orphans=len(jobs) - len(kept))
         return kept
 
-    def _is_stored(self, page: bytes) -> bool:
-        """Return whether any part of a page is on disk, from this process or another; true while the lock is held."""
-        return any(self._files.size(page, part) is not None for part in (*self._files.parts(page), *self._pool_parts))
+    def _is_stored(self, page: bytes | None) -> bool:
+        """Return whether any part of a page is on disk, from this process or another; true while the lock is held.
 
-    def _write_and_publish(self, jobs: list[Job]) -> OSError | None:
-        """Write pages and give them their names; where the disk is full, once more after eviction. Return a failure."""
-        written: dict[int, str | OSError] = {}
-        begun: list[str] = []
-        directory = self._files.directory
+        What comes before a first page, None, always is.
+        """
+        if page is None:
+            return True
+        return any(self.files.size(page, part) is not None for part in (*self.files.parts(page), *self.pool_parts))
+
+    def _write_and_publish(self, jobs: list[Job]) -> None:
+        """Write pages and give them their names; where the disk is full, once more after eviction."""
+        directory = self.files.directory
         try:
             with directory.locked(exclusive=False):
-                self._write_all(jobs, written, begun)
-                full = sum(isinstance(result, OSError) and result.errno in _FULL for result in written.values())
+                self._write_all(jobs)
+                full = sum(job.error is not None and job.error.errno in _FULL for job in jobs)
                 if not full:
-                    return self._publish(jobs, written)
+                    return self._publish(jobs)
             warn_once(
                 f"storage {directory.root}: the disk or this user's quota is full; pages are evicted to store others"
             )
-            self._files.make_room_on_disk(self._size, full, self._keep)
+            self.files.make_room_on_disk(self._size, full, self._keep)
             with directory.locked(exclusive=False):
-                self._write_all(jobs, written, begun)
-                return self._publish(jobs, written)
+                self._write_all(jobs)
+                self._publish(jobs)
         except BaseException:
-            for path in begun:  # those that are published have another name
-                remove_file(path)
+            for job in jobs:
+                if job.path is not None:  # those that are published have another name
+                    remove_file(job.path)
             raise
 
-    def _write_all(self, jobs: list[Job], written: dict[int, str | OSError], begun: list[str]) -> None:
-        """Write what is not written yet under temporary names; a path or an error for each position."""
-        left = [job for job in jobs if not isinstance(written.get(job.position), str)]
-        worth = self._pool.page_bytes if self._pool.page_bytes >= _SPREAD_WRITES else 0
-        results = self._threads.map(lambda job: self._write(job, begun), left, worth, waits=True)
-        for job, result in zip(left, results, strict=True):
-            if isinstance(result, OSError) and result.errno in NOT_OF_THE_FILE:
-                result = self._write(job, begun)  # alone it may get what several at once did not
-            written[job.position] = result
+    def _write_all(self, jobs: list[Job]) -> None:
+        """Write what is not written yet under temporary names."""
+        left = [job for job in jobs if not job.written]
+        worth = self.pool.page_bytes if self.pool.page_bytes >= _SPREAD_WRITES else 0
+        self.threads.map(self._write, left, worth, waits=True)
+        for job in left:
+            if job.error is not None and job.error.errno in NOT_OF_THE_FILE:
+                self._write(job)  # alone it may get what several at once did not
 
-    def _write(self, job: Job, begun: list[str]) -> str | OSError:
-        spare = self._files.take_spare()
-        path = self._files.temporary_path(job.page, self._part) if spare is None else spare
-        begun.append(path)
+    def _write(self, job: Job) -> None:
+        spare = self.files.take_spare()
+        job.path = self.files.temporary_path(job.page, self._part) if spare is None else spare
         try:
             # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
             write_page(
-                path,
-                self._pool.memory(job.host_page),
-                key=job.key,
-                parent=None if job.parent is None else job.parent[: -len(self._model)],
-                fingerprint=self._pool.digest,
+                job.path,
+                self.pool.memory(job.host_page),
+                PageId(job.page[:-MODEL_BYTES], self.pool.digest, self.pool.page_bytes),
+                parent=None if job.parent is None else job.parent[:-MODEL_BYTES],
                 touched=job.tick,
                 over=spare is not None,
             )
+            job.written, job.error = True, None
         except OSError as error:
-            return error
-        return path
+            job.error = error
 
-    def _publish(self, jobs: list[Job], written: dict[int, str | OSError]) -> OSError | None:
-        """Give written pages their names in order, so that no page is visible before its head; return a failure."""
+    def _publish(self, jobs: list[Job]) -> None:
+        """Give written pages their names in order, so that no page is visible before its head; raise what failed."""
         failure: OSError | None = None
-        published: set[bytes] = set()
+        published: set[bytes | None] = set()
         for job in jobs:
-            result = written[job.position]
-            if isinstance(result, OSError):
-                failure = failure or result
+            if job.path is None or not job.written:
+                failure = failure or job.error
                 continue
-            if job.parent is not None and job.parent not in published and not self._is_stored(job.parent):
-                self.counts["orphans"] += 1
-                remove_file(result)
+            if job.parent not in published and not self._is_stored(job.parent):
+                self.count(orphans=1)
+                remove_file(job.path)
                 continue
-            path = self._files.path(job.page, self._part)
+            path = self.files.path(job.page, self._part)
             try:
-                os.rename(result, path)
+                os.rename(job.path, path)
             except OSError as error:
-                remove_file(result)
+                remove_file(job.path)
                 if is_blocked(path):  # of this page alone
-                    self.counts["write_errors"] += 1
-                    where = f"storage {self._files.root}: {path}"
+                    self.count(write_errors=1)
+                    where = f"storage {self.files.root}: {path}"
                     warn_once(f"{where} is not a file, so its page cannot be stored; remove it")
                 else:
                     failure = failure or error
                 continue
             published.add(job.page)
-            self.stored[job.position] = True
-            self._files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=True)
-            self.counts["stored"] += 1
-            self.counts["bytes_written"] += self._pool.page_bytes
-        return failure
+            job.stored = True
+            self.files.add(job.page, self._part, self._size, job.parent, job.tick, fresh=True)
+        stored = sum(job.stored for job in jobs)
+        self.count(stored=stored, bytes_written=stored * self.pool.page_bytes)
+        if failure is not None:
+            raise failure

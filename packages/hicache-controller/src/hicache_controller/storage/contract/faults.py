@@ -43,13 +43,12 @@ class FaultyStorage(HiCacheStorage):
         hang: threading.Event | None = None,
     ) -> None:
         super().__init__()
-        named = {"fail_store_every": fail_store_every, "fail_load_every": fail_load_every, "flip_every": flip_every}
-        for name, value in named.items():
-            whole(name, value, least=0)
+        self.inner = inner
+        self._store_every = whole("fail_store_every", fail_store_every, least=0)
+        self._load_every = whole("fail_load_every", fail_load_every, least=0)
+        self._flip_every = whole("flip_every", flip_every, least=0)
         if flip_every and not isinstance(inner, FileStorage):
             raise ValueError(f"flip_every is {flip_every}, but {type(inner).__name__} keeps no files; use FileStorage")
-        self.inner = inner
-        self._store_every, self._load_every, self._flip_every = fail_store_every, fail_load_every, flip_every
         self._hang = hang
         self._stores, self._loads, self._flips = (itertools.count(1) for _ in range(3))
 
@@ -106,26 +105,21 @@ class FaultyStorage(HiCacheStorage):
             of_those = [keys[i] for i in fine], [pages[i] for i in fine], [parents[i] for i in fine]
             for i, done in zip(fine, self.inner.store_pages(pool, *of_those), strict=True):
                 stored[i] = done
-        for key, done in zip(keys, stored, strict=True):
-            if done and self._flip_every and next(self._flips) % self._flip_every == 0:
-                self._flip_bit(key, pool.name)
+        if self._flip_every and isinstance(self.inner, FileStorage):
+            for key, done in zip(keys, stored, strict=True):
+                if done and next(self._flips) % self._flip_every == 0:
+                    self._flip_bit(self.inner.page_path(key, pool.name))
         return stored
 
     def report_removed(self) -> None:
         """Report what the storage inside removed."""
         self.inner.report_removed()
 
-    def _flip_bit(self, key: bytes, name: str) -> None:
-        if not isinstance(self.inner, FileStorage):
-            return
-        path = self.inner.page_path(key, name)
+    def _flip_bit(self, path: str) -> None:
         at = int.from_bytes(os.urandom(8), "little") % (8 * os.stat(path).st_size)
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            (byte,) = os.pread(file, 1, at // 8)
-            os.pwrite(file, bytes([byte ^ 1 << at % 8]), at // 8)
-        finally:
-            os.close(file)
+        with open(path, "r+b", buffering=0) as file:
+            (byte,) = os.pread(file.fileno(), 1, at // 8)
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at // 8)
 
     def _wait(self) -> None:
         if self._hang is not None:
