@@ -104,6 +104,8 @@ class Pools:
         for part in node.windows:
             for device in (True, False):
                 self.calls.call(self.drop_window, part, device=device)
+                if part.part(device=device) is not None:  # the engine did not take its pages back
+                    self._forget_window(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
@@ -124,15 +126,19 @@ class Pools:
 
     def drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Take one side of a part off its tier; returns its pages."""
-        packed, moving = part.part(device=device), part.transfer(device=device)
+        packed = part.part(device=device)
         if packed is None:
             return 0
         pages = unpack(packed)
         self.free(pages, device=device, pool=part.name)
+        self._forget_window(part, device=device)
+        return len(pages)
+
+    def _forget_window(self, part: WindowPart, *, device: bool) -> None:
+        moving, pages = part.transfer(device=device), part.on_device if device else part.on_host
         self._tree.clear_window(part, device=device)
         if moving is None:
-            self.events.window(Change.REMOVED, tier(device=device), part, len(pages))
-        return len(pages)
+            self.events.window(Change.REMOVED, tier(device=device), part, pages)
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
