@@ -197,4 +197,4 @@ class RandomEngine:
 
 
 def random_quota(random: Random) -> Quota:
-    return Quota(*(random.choice((None, 0, 2, 5, 9)) for _ in range(2)))
+    return Quota(*(random.choice((None, None, None, 0, 4, 9)) for _ in range(2)))

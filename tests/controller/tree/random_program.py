@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from hicache_controller.policies import WritePolicy
 from hicache_controller.tree import Match, SequenceKeys, Tier
 
 FAILED = object()
-MAX_HELD = 3
+MAX_HELD = 2
 PAGE_KEY_BYTES = 16
 
 
@@ -44,7 +45,8 @@ class RandomProgram:
         self.cache = self.model.cache
         self.interrupted_at = interrupted_at
         self.letters = self.random.randint(1, 3)
-        self.longest = self.random.choice((6, 9, 14))
+        self.longest = self.random.choice((5, 9, 14))
+        self.known: list[tuple[Any, list[int]]] = [(namespace, []) for namespace in NAMESPACES]
         self.count = self.random.randint(60, 200)
         self.done: list[str] = []
         self.next_id = 0
@@ -54,14 +56,22 @@ class RandomProgram:
         self.retracted: dict[str, tuple[int, int]] = {}
         self.locked: list[tuple[Any, bool]] = []
         self.taken: list[tuple[str, Any, bool]] = []
-        # Lookups and requests come twice as often as the others.
         self.steps = [
-            *(self.look_up, self.open_request, self.open_request, self.insert, self.insert) * 2,
+            *[self.serve] * 10,
+            *(self.look_up, self.open_request, self.open_request, self.insert, self.insert, self.settle),
             *(self.drop, self.settle, self.settle, self.retract, self.restore, self.discard),
             *(self.start_prefetch, self.finish_prefetch, self.finish_prefetch),
-            *(self.evict, self.evict, self.evict_window, self.take_slots, self.return_slots),
+            *(
+                self.evict,
+                self.leave_device,
+                self.leave_device,
+                self.leave_device,
+                self.evict_window,
+                self.take_slots,
+                self.return_slots,
+            ),
             *(self.lock, self.unlock, self.pin, self.pass_time, self.split),
-            *(self.break_transfer, self.hold_transfer, self.raise_soon, self.stop_faults, self.interrupt),
+            *(self.break_transfer, self.hold_transfer, self.raise_soon, self.interrupt, *[self.stop_faults] * 4),
             *(self.poll, self.poll, self.drain, self.change_settings, self.change_storage),
         ]
 
@@ -70,7 +80,7 @@ class RandomProgram:
         try:
             for number in range(self.count):
                 self.random = Random(f"{self.seed}.{number}")
-                step = self.reset if self.random.random() < 0.01 else self.random.choice(self.steps)
+                step = self.reset if self.random.random() < 0.004 else self.random.choice(self.steps)
                 self.done.append(step.__name__)
                 step()
                 self.check(bytes_too=number % 3 == 0)
@@ -114,9 +124,12 @@ class RandomProgram:
     # Requests
 
     def keys(self) -> Any:
-        """Keys of a random request, some with their tokens."""
-        words = [self.random.randrange(self.letters + 1) for _ in range(self.random.randint(0, self.longest))]
-        namespace = self.random.choice(NAMESPACES)
+        """Keys of a random request, which mostly begins like one before it; some with their tokens."""
+        namespace, words = self.random.choice(self.known)
+        words = words[: self.random.choice((len(words), len(words), self.random.randint(0, len(words))))]
+        longer = self.random.randint(0, max(0, self.longest - len(words)))
+        words = words + [self.random.randrange(self.letters) for _ in range(longer)]
+        self.known[self.random.randrange(len(self.known))] = namespace, words
         tokens = np.repeat(np.array(words, np.int64), self.model.page_size)
         keys = SequenceKeys(self.model.page_size, tokens, namespace=namespace)
         return keys if self.random.random() < 0.5 else keys.hashes
@@ -144,6 +157,18 @@ class RandomProgram:
         if self.random.random() < 0.4:
             match = self.replace(match, self.cache.prefetch, match, timeout=self.random.choice((None, 0.0, 0.01)))
         self.load(match)
+
+    def serve(self) -> None:
+        """Serve a whole request in one step."""
+        if (match := self.match()) is None:
+            return
+        match = self.replace(match, self.cache.prefetch, match)
+        match = self.replace(match, self.cache.load_back, match)
+        made = self.call(self.model.compute, match, len(match.rest())) if match.on_device else None
+        if made is not None and made is not FAILED:
+            self.verify(Request(match, *made))
+            match = self.replace(match, lambda: self.cache.insert(match, made[0], windows=made[1]).match)
+        self.call(self.cache.release, match)
 
     def load(self, match: Match) -> None:
         wait = self.random.random() < 0.6
@@ -279,10 +304,17 @@ class RandomProgram:
         evict = self.random.choice((self.cache.evict_device, self.cache.evict_host))
         self.call(evict, self.random.choice((1, 2, 4, 100)))
 
+    def leave_device(self) -> None:
+        """Evict all that the device can spare, once it is on the host, and perhaps all of that."""
+        self.call(self.cache.drain)
+        self.call(self.cache.evict_device, 100)
+        if self.random.random() < 0.3:
+            self.call(self.cache.evict_host, 100)
+
     def evict_window(self) -> None:
         if self.model.windows:
             evict = self.random.choice((self.cache.evict_window_device, self.cache.evict_window_host))
-            self.call(evict, self.random.choice(list(self.model.windows)), self.random.choice((1, 2, 100)))
+            self.call(evict, self.random.choice(list(self.model.windows)), self.random.choice((1, 2, 3)))
 
     def take_slots(self) -> None:
         """Allocate as an engine does by its group, so that the tree has to make room."""
@@ -303,8 +335,7 @@ class RandomProgram:
     # Nodes and time
 
     def lock(self) -> None:
-        match = self.match()
-        if match is None:
+        if len(self.locked) >= MAX_HELD or (match := self.match()) is None:
             return
         if match.device_pages:
             self.cache.inc_lock_ref(match.device_node)
@@ -327,7 +358,7 @@ class RandomProgram:
             self.call(self.cache.release, match)
 
     def pass_time(self) -> None:
-        self.engine.now += self.random.choice((0.3, 1.0, 5.0))
+        self.engine.now += self.random.choice((0.3, 2.0, 10.0))
         if self.random.random() < 0.5:
             self.call(self.cache.expire)
 
@@ -394,9 +425,10 @@ class RandomProgram:
 
     def reset(self) -> None:
         """Forget everything; pages that the engine holds stay the engine's."""
-        try:
+        root = self.cache.root
+        with contextlib.suppress(TimeoutError):
             self.call(self.cache.reset, self.random.choice((None, 0.0)))
-        except TimeoutError:
+        if self.cache.root is root:
             return
         for request in self.requests:
             self.model.give_back(request.pages, request.windows)

@@ -165,7 +165,7 @@ class Pools:
                 kept = take
             fresh = max(0, take - kept)
             if fresh < take:
-                self.free(mine[fresh:], device=device, pool=name)
+                self.calls.call(self.free, mine[fresh:], device=device, pool=name)
             if fresh:
                 before = part.on_device if device else part.on_host
                 self._tree.extend_window(part, mine[:fresh], device=device)
