@@ -441,7 +441,10 @@ class RandomProgram:
         self.check_sizes()
 
     def end(self) -> None:
-        """Wait for everything, release everything; nothing may be left, and every page is free."""
+        """Wait for everything, release everything; nothing may be left, and every page is free.
+
+        Calls to storage that were given up use pages until they end, which only ``quiesce`` waits for.
+        """
         self.engine.stop_faults()
         for request in self.drain_list(self.requests):
             self.give_up(request)
@@ -459,10 +462,11 @@ class RandomProgram:
             self.return_slots()
         self.engine.now += 1000.0
         assert self.cache.drain(), "transfers are in flight that never end"
-        self.model.controller.quiesce()  # calls to storage that were given up still use pages
+        self.model.controller.quiesce()
         self.check()
         self.check_sizes()
         self.evict_all()
+        self.model.controller.quiesce()
         for allocator in self.model.allocators.values():
             allocator.free_refused()
         self.model.empty()
