@@ -1,21 +1,42 @@
 """Programs that tests run in a process of their own: a command without torch, and imports in every order."""
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 
-COMMAND = """
-import resource, sys
+COMMANDS = """
+import json, os, resource, sys
 from importlib import import_module
 
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-app = import_module(sys.argv.pop(1)).app
+app = import_module(sys.argv[1]).app
+print(flush=True)
+for line in sys.stdin:
+    if not os.fork():
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    sys.exit()
+
+request = json.loads(line)
+for number, name in enumerate(request["outputs"], start=1):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), number)
+os.chdir(request["directory"])
+os.environ.clear()
+os.environ.update(request["environment"])
+sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+sys.argv[1:] = request["arguments"]
 try:
     app()
 finally:
     for name in {"matplotlib", "torch", "tvm_ffi"} & sys.modules.keys():
         print("imported", name, file=sys.stderr)
 """
+"""Imports a command line once, then forks for each run of it: most of a short run is the import."""
 
 IMPORTS = """
 import importlib, os, pkgutil, sys, types
@@ -38,10 +59,32 @@ for module in modules:
 """
 
 
+@functools.cache
+def _commands(module: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMANDS, module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(process.communicate)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "\n", f"{module} cannot be imported"
+    return process
+
+
 def run_within_a_gib(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command line of a module in 1 GiB of addresses; it adds a line to stderr for each large package."""
-    command = [sys.executable, "-c", COMMAND, module, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "400"})
+    process = _commands(module)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        request = {
+            "outputs": (output.name, errors.name),
+            "directory": os.getcwd(),
+            "environment": os.environ | {"COLUMNS": "400"},
+            "arguments": [*map(str, arguments)],
+        }
+        print(json.dumps(request), file=process.stdin, flush=True)
+        code = int(process.stdout.readline())
+        return subprocess.CompletedProcess(request["arguments"], code, output.read(), errors.read())
 
 
 def faults_of_import_orders(package: str) -> str:

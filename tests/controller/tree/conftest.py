@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,13 @@ import torch
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.storage.memory import MemoryStorage
 from hicache_controller.storage_settings import StorageSettings
-from hicache_controller.tree import Match, SequenceKeys, UnifiedRadixCache, WindowComponent
+from hicache_controller.tree import (
+    Match,
+    SequenceKeys,
+    UnifiedRadixCache,
+    WindowComponent,
+    register_hicache_draft_pools,
+)
 from hicache_pools import (
     ExtentAllocator,
     HostPoolGroup,
@@ -23,6 +31,7 @@ from hicache_pools import (
     MHATokenToKVPool,
     MHATokenToKVPoolHost,
     PoolEntry,
+    PoolName,
 )
 
 PAGE_SIZE = 2
@@ -39,6 +48,13 @@ def keys_of(words: Sequence[int]) -> list[bytes]:
     return [key(tuple(words[: i + 1])) for i in range(len(words))]
 
 
+@functools.lru_cache(4096)
+def expected_rows(source: bytes, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rows that follow from some bytes."""
+    data = bytearray(hashlib.shake_128(source).digest(math.prod(shape)))
+    return torch.frombuffer(data, dtype=torch.uint8).reshape(shape)
+
+
 class Clock:
     """Stands still, so that a pause lasts until the test ends it."""
 
@@ -52,10 +68,10 @@ class Clock:
 class Gate:
     """Holds calls of one method of an object until it is opened; makes them fail while ``failing``.
 
-    With ``single`` each opening lets one call through.
+    With ``single`` each opening lets one call through. With ``most_seconds`` a call goes on by itself after that time.
     """
 
-    def __init__(self, target: Any, method: str) -> None:
+    def __init__(self, target: Any, method: str, most_seconds: float | None = None) -> None:
         self._open = threading.Event()
         self._open.set()
         self.entered = threading.Event()
@@ -64,7 +80,8 @@ class Gate:
 
         def call(*arguments: Any, **options: Any) -> Any:
             self.entered.set()
-            assert self._open.wait(30), "the gate was never opened"
+            opened = self._open.wait(30 if most_seconds is None else most_seconds)
+            assert opened or most_seconds is not None, "the gate was never opened"
             failing = self.failing
             if self.single:
                 self.close()
@@ -88,7 +105,7 @@ class Gate:
 class Model:
     """Pools, controller and tree; every row's bytes follow from pool, key and place, so a wrong one is seen.
 
-    ``windows`` and ``states`` say which components there are beside full attention.
+    ``windows`` and ``states`` are the device and host pages of a sliding window and of a recurrent state, if any.
     """
 
     def __init__(
@@ -102,17 +119,22 @@ class Model:
         controller: type[HybridCacheController] = HybridCacheController,
         synchronous: bool = False,
         on: str = "cpu",
+        page_size: int = PAGE_SIZE,
+        window_pages: int = WINDOW,
         row_bytes: int = 8,
         transfer_policy: str = "auto",
         prefetch_policy: str = "wait_complete",
         storage_settings: Mapping[str, Any] | None = None,
+        allocator: type[ExtentAllocator] = ExtentAllocator,
         **options: Any,
     ) -> None:
-        self.on, self.row_bytes = on, row_bytes
+        self.on, self.row_bytes, self.page_size = on, row_bytes, page_size
+        self.new_allocator = allocator
         self.host_options = {"pin_memory": on != "cpu", "transfer_policy": transfer_policy}
         self.gates: list[Gate] = []
         self.sizes = {"kv": (device_pages, host_pages)}
         self.allocators: dict[str, ExtentAllocator] = {}
+        self.drafts: dict[str, str] = {}
         self.device: dict[str, list[torch.Tensor]] = {}
         self.host: dict[str, Any] = {}
         entries = [self._attention("kv", device_pages, host_pages, anchor=True)]
@@ -120,7 +142,7 @@ class Model:
         if windows is not None:
             self.sizes["swa"] = windows
             entries.append(self._attention("swa", *windows))
-            components.append(WindowComponent.sliding_window("swa", window_tokens=3, page_size=PAGE_SIZE))
+            components.append(WindowComponent("swa", window_pages))
         if states is not None:
             self.sizes["mamba"] = states
             entries.append(self._states(*states))
@@ -143,15 +165,18 @@ class Model:
         if storage is not None:
             self.controller.attach_storage_backend(storage)
         self.cache = UnifiedRadixCache(
-            self.controller, self.allocators["kv"], page_size=PAGE_SIZE, components=components, **options
+            self.controller, self.allocators["kv"], page_size=page_size, components=components, **options
         )
 
     def _attention(self, name: str, device_pages: int, host_pages: int, *, anchor: bool = False) -> PoolEntry:
-        shape = (device_pages * PAGE_SIZE, 1, self.row_bytes)
-        rows = [torch.zeros(shape, dtype=torch.uint8, device=self.on) for _ in range(2 * LAYERS)]
-        pool = MHATokenToKVPool.from_buffers(k=rows[:LAYERS], v=rows[LAYERS:], page_size=PAGE_SIZE)
-        host = MHATokenToKVPoolHost(pool, 0, 0, PAGE_SIZE, pages=host_pages, **self.host_options)
-        return self._entry(name, pool, host, rows, ExtentAllocator(device_pages, PAGE_SIZE), anchor=anchor)
+        rows, pool, host = self._attention_pools(device_pages, host_pages, LAYERS)
+        return self._entry(name, pool, host, rows, self.new_allocator(device_pages, self.page_size), anchor=anchor)
+
+    def _attention_pools(self, device_pages: int, host_pages: int, layers: int) -> tuple[list[torch.Tensor], Any, Any]:
+        shape = (device_pages * self.page_size, 1, self.row_bytes)
+        rows = [torch.zeros(shape, dtype=torch.uint8, device=self.on) for _ in range(2 * layers)]
+        pool = MHATokenToKVPool.from_buffers(k=rows[:layers], v=rows[layers:], page_size=self.page_size)
+        return rows, pool, MHATokenToKVPoolHost(pool, 0, 0, self.page_size, pages=host_pages, **self.host_options)
 
     def _states(self, device_states: int, host_states: int) -> PoolEntry:
         conv, temporal = (
@@ -160,7 +185,7 @@ class Model:
         )
         pool = MambaPool.from_buffers(conv=conv, temporal=temporal)
         host = MambaPoolHost(pool, 0, 0, 1, pages=host_states, **self.host_options)
-        return self._entry("mamba", pool, host, [*conv, *temporal], ExtentAllocator(device_states, 1))
+        return self._entry("mamba", pool, host, [*conv, *temporal], self.new_allocator(device_states, 1))
 
     def _entry(
         self,
@@ -183,32 +208,48 @@ class Model:
             device_free_fn=allocator.free,
         )
 
+    def add_draft(self, source: str = "kv", more_host_pages: int = 0) -> None:
+        """Register a draft model's pool, of one layer, that shares the slots of the anchor or of the window."""
+        device_pages, host_pages = self.sizes[source]
+        rows, pool, host = self._attention_pools(device_pages, host_pages + more_host_pages, 1)
+        entry = PoolEntry(PoolName.DRAFT, host, pool, lambda layer: 0 if layer == 0 else None)
+        self.device["draft"], self.host["draft"], self.drafts["draft"] = rows, host, source
+        register_hicache_draft_pools(self.cache, entry=entry, indices_from_pool=source)
+
     # Bytes
 
     def expected(self, name: str, page_key: bytes) -> list[torch.Tensor]:
         """Rows of a page of a pool, one tensor a buffer."""
-        slots = 1 if name == "mamba" else PAGE_SIZE
-        rows = []
-        for number, buffer in enumerate(self.device[name]):
-            size = slots * buffer[0].numel()
-            seed = hashlib.shake_128(page_key + name.encode() + bytes([number])).digest(size)
-            rows.append(torch.frombuffer(bytearray(seed), dtype=torch.uint8).reshape(slots, *buffer.shape[1:]))
-        return rows
+        slots = 1 if name == "mamba" else self.page_size
+        shapes = [(slots, *buffer.shape[1:]) for buffer in self.device[name]]
+        return [expected_rows(page_key + name.encode() + bytes([i]), shape) for i, shape in enumerate(shapes)]
 
-    def _rows(self, name: str, page: int) -> slice:
-        slots = 1 if name == "mamba" else PAGE_SIZE
+    def rows(self, name: str, page: int) -> slice:
+        slots = 1 if name == "mamba" else self.page_size
         return slice(page * slots, (page + 1) * slots)
 
+    def with_drafts(self, name: str) -> list[str]:
+        """Return a pool and those that share its slots."""
+        return [name, *(draft for draft, source in self.drafts.items() if source == name)]
+
     def fill(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
+        for each in self.with_drafts(name):
+            self._fill(each, keys, pages)
+
+    def _fill(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
         for page_key, page in zip(keys, pages, strict=True):
             for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
-                buffer[self._rows(name, int(page))] = rows.to(buffer.device)
+                buffer[self.rows(name, int(page))] = rows.to(buffer.device)
 
     def verify(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
+        for each in self.with_drafts(name):
+            self._verify(each, keys, pages)
+
+    def _verify(self, name: str, keys: Sequence[bytes], pages: Any) -> None:
         assert len(keys) == len(pages)
         for page_key, page in zip(keys, pages, strict=True):
             for buffer, rows in zip(self.device[name], self.expected(name, page_key), strict=True):
-                assert torch.equal(buffer[self._rows(name, int(page))].cpu(), rows), f"{name} page {page} is wrong"
+                assert torch.equal(buffer[self.rows(name, int(page))].cpu(), rows), f"{name} page {page} is wrong"
 
     def verify_match(self, match: Match) -> None:
         """Check every byte a request would read of a match that is on the device."""
@@ -233,14 +274,19 @@ class Model:
             return None
         self.fill("kv", keys, taken)
         windows: dict[str, np.ndarray] = {}
-        for name, window in self.windows.items():
-            last = keys[max(0, pages - window) :]
-            mine = self.cache.alloc_window(name, len(last)) if last else np.empty(0, np.int64)
-            if mine is None:
+        complete = False
+        try:
+            for name, window in self.windows.items():
+                last = keys[max(0, pages - window) :]
+                mine = self.cache.alloc_window(name, len(last)) if last else np.empty(0, np.int64)
+                if mine is None:
+                    return None
+                self.fill(name, last, mine)
+                windows[name] = mine
+            complete = True
+        finally:
+            if not complete:
                 self.give_back(taken, windows)
-                return None
-            self.fill(name, last, mine)
-            windows[name] = mine
         return taken, windows
 
     def give_back(self, pages: np.ndarray, windows: Mapping[str, np.ndarray]) -> None:
@@ -286,13 +332,13 @@ class Model:
             assert self.allocators[name].available_pages == device_pages, name
             assert self.host[name].available_size() == host_pages * self.host[name].page_size, name
 
-    def gate(self, what: str, name: str = "kv") -> Gate:
-        """Make a gate before the writes or loads of a pool, or the storage's gets or sets."""
-        if what in ("get", "set"):
-            gate = Gate(self.storage, f"batch_{what}")
+    def gate(self, what: str, name: str = "kv", most_seconds: float | None = None) -> Gate:
+        """Make a gate before the writes or loads of a pool, or the storage's calls of one kind."""
+        if what in ("exists", "get", "set"):
+            gate = Gate(self.storage, f"batch_{what}", most_seconds)
         else:
             method = "backup_from_device_all_layer" if what == "write" else "load_to_device_per_layer"
-            gate = Gate(self.host[name], method)
+            gate = Gate(self.host[name], method, most_seconds)
         self.gates.append(gate)
         return gate
 

@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from tests.controller.tree.residency import Residency
 
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.tree import CacheEvent, Change, Tier, WritePolicy
+from hicache_controller.tree import Tier, WritePolicy
 from hicache_controller.tree.policies import STRATEGIES
 
 DEVICE_PAGES, HOST_PAGES = 12, 14
 PAGE_BYTES = 2 * 2 * 2 * 8
 """K and V, two layers, two tokens, eight bytes."""
 WORDS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
-POOLS = ("kv", "swa", "mamba")
-
-
-class Naive:
-    """Which prefixes are where, by what the tree says it stored and removed."""
-
-    def __init__(self, windows: dict[str, int]) -> None:
-        self.windows = windows
-        self.where: dict[tuple[str, Tier], set[bytes]] = {(pool, tier): set() for pool in POOLS for tier in Tier}
-
-    def listen(self, event: CacheEvent) -> None:
-        known = self.where[event.pool, event.tier]
-        keys = set(event.keys)
-        assert event.keys
-        if event.change is Change.STORED:
-            assert event.tier is Tier.STORAGE or not keys & known, "stored twice"
-            known |= keys
-        else:
-            assert keys <= known, "removed what was never stored"
-            known -= keys
-
-    def longest(self, keys: Sequence[bytes], *tiers: Tier) -> int:
-        """The longest prefix of which every pool has what it needs in some of the tiers."""
-
-        def have(pool: str, wanted: Sequence[bytes]) -> bool:
-            return all(any(key in self.where[pool, tier] for tier in tiers) for key in wanted)
-
-        return next(
-            length
-            for length in range(len(keys), -1, -1)
-            if have("kv", keys[:length])
-            and all(have(pool, keys[max(0, length - window) : length]) for pool, window in self.windows.items())
-        )
 
 
 def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachine]:
@@ -90,7 +57,7 @@ def component_machine(model_type: Any, keys_of: Any) -> type[RuleBasedStateMachi
                 clock=lambda: self.now,
                 synchronous=synchronous,
             )
-            self.naive = Naive(self.model.windows)
+            self.naive = Residency(self.model.windows)
             pools = ("kv", *self.model.windows)
             self.faults = [self.model.gate(what, pool) for pool in pools for what in ("write", "load")]
             if storage:

@@ -115,6 +115,8 @@ class Pools:
         for part in node.windows:
             for device in (True, False):
                 self.calls.call(self.drop_window, part, device=device)
+                if part.part(device=device) is not None:  # the engine did not take its pages back
+                    self._forget_window(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
@@ -144,9 +146,12 @@ class Pools:
             return 0
         pages = unpack(packed)
         self.free(pages, device=device, pool=part.name)
+        self._forget_window(part, device=device)
+        return len(pages)
+
+    def _forget_window(self, part: WindowPart, *, device: bool) -> None:
         self._report_removed(part, device=device)
         self._tree.clear_window(part, device=device)
-        return len(pages)
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
@@ -173,7 +178,7 @@ class Pools:
                 kept = take
             fresh = max(0, take - kept)
             if fresh < take:
-                self.free(mine[fresh:], device=device, pool=name)
+                self.calls.call(self.free, mine[fresh:], device=device, pool=name)
             if fresh:
                 self._tree.extend_window(part, mine[:fresh], device=device)
                 self.events.held(Change.STORED, part, device=device, skip=before)
