@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .constants import H200, DeviceConstants, DirectionConstants
+from .constants import H200, Compute, DeviceConstants, DirectionConstants
 from .layout import HostLayout
 from .validation import MAX_BLOCKS, whole
 
@@ -100,6 +100,8 @@ class Plan:
         CTAs a direct transfer holds; 0 on the other paths.
     layers_each
         Layers that a copy of a staged load-back takes at most.
+    model_loss
+        Share of its time that the model loses meanwhile, on top of what a plain copy takes from it.
     """
 
     path: str
@@ -107,6 +109,12 @@ class Plan:
     expected_seconds: float
     block_quota: int
     layers_each: int = 1
+    model_loss: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Seconds that decide: those of the bus, and those that the model loses meanwhile."""
+        return self.expected_seconds * (1 + self.model_loss)
 
 
 FLAT_WIDTH_BYTES = 64 << 10
@@ -129,10 +137,16 @@ CALLER_WEIGHT = 0.1
 BULK_MULTIPLE = 128
 """Rows of other lengths do not go by bulk copies: they would split the packets of the bus (``movers.py``)."""
 SHORT_ROW_BYTES = 512
-"""Shorter rows, and those that do not go by bulk copies, take a load twice the CTAs: a CTA names about 57 million rows
-a second, and the row kernel reaches 0.83 of the bus with 2 CTAs, 0.90 with 4 (measured on an H200)."""
+"""Shorter rows, and those that do not go by bulk copies, keep a load of few CTAs from the full rate: a CTA names about
+57 million rows a second."""
+SHORT_ROW_LOSS = 0.2
+"""Share of the rate that a load of such rows loses with one CTA, half of it with two and so on: the row kernel reaches
+0.83 of the bus with 2 CTAs, 0.90 with 4 (measured on an H200)."""
 STAGED_PREFERENCE = 0.04
-"""How much slower staged may be and still be chosen: it leaves the SMs to the model, and frees device slots early."""
+"""How much slower a staged write-back may be and still be chosen where nobody says what the model computes: it leaves
+the SMs to the model, and frees device slots early."""
+NEAR_BEST_COST = 1.05
+"""A direct transfer takes the fewest CTAs whose cost is so close to the best: each more takes an SM from the model."""
 
 
 def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_bytes: int) -> float:
@@ -243,9 +257,30 @@ def _submit_seconds(copies: int, direction: DirectionConstants) -> float:
     return SUBMIT_MARGIN * copies * direction.batch_submit_seconds
 
 
-def direct_seconds(work: Work, direction: DirectionConstants, launch_seconds: float, ctas: int, launches: int) -> float:
-    """Model the device time of a direct transfer held to ``ctas`` CTAs, in ``launches`` kernels."""
-    return launches * launch_seconds + work.bytes / direction.direct_rate(ctas)
+def direct_plan(
+    work: Work,
+    direction: DirectionConstants,
+    launch_seconds: float,
+    block_quota: int | None = None,
+    compute: Compute | None = None,
+    *,
+    short_rows: bool = False,
+) -> Plan:
+    """Plan a direct transfer: of as many CTAs as the quota says, else of the fewest that cost hardly more than best.
+
+    ``launch_seconds`` is the time of all its launches, ``short_rows`` True where :data:`SHORT_ROW_LOSS` applies.
+    """
+
+    def plan(ctas: int) -> Plan:
+        rate = direction.direct_rate(ctas) * (1 - SHORT_ROW_LOSS / ctas if short_rows else 1)
+        loss = direction.loss(ctas).during(compute)
+        return Plan(DIRECT, "", launch_seconds + work.bytes / rate, ctas, model_loss=loss)
+
+    if block_quota:
+        return plan(block_quota)
+    plans = [plan(ctas) for ctas, _ in direction.direct_rates]
+    enough = NEAR_BEST_COST * min(each.cost for each in plans)
+    return next(each for each in plans if each.cost <= enough)
 
 
 def plan_write_back(
@@ -255,6 +290,7 @@ def plan_write_back(
     available: Availability | None = None,
     policy: str = "auto",
     block_quota: int | None = None,
+    compute: Compute | str | None = None,
     staging_bytes: int = 128 << 20,
 ) -> Plan:
     """Choose the path of a write-back.
@@ -268,12 +304,15 @@ def plan_write_back(
     available
         Paths that exist for these planes; both by default.
     policy
-        ``"auto"`` picks the faster path, or staged where it is at most :data:`STAGED_PREFERENCE` slower; the names of
-        paths demand that path.
+        ``"auto"`` picks the path whose seconds on the bus cost least, with those that the model loses meanwhile; the
+        names of paths demand that path.
     block_quota
         Most CTAs a direct transfer may hold; 0 forbids the direct path, None takes the measured trade of
-        bandwidth and SMs. The quota is for transfers that hold SMs while bytes cross the bus: the staged path's
-        re-layout kernels, which use all SMs for some microseconds a chunk, are not under it.
+        bandwidth and what the model loses. The quota is for transfers that hold SMs while bytes cross the bus: the
+        staged path's re-layout kernels, which use all SMs for some microseconds a chunk, are not under it.
+    compute
+        What the model computes meanwhile: ``"prefill"``, ``"decode"``, ``"idle"``. With None the seconds of the bus
+        alone decide, except that staged may be :data:`STAGED_PREFERENCE` slower; a load counts the larger loss.
     staging_bytes
         Budget of the staging ring.
 
@@ -282,12 +321,17 @@ def plan_write_back(
     PathUnavailableError
         Where the policy demands a path that is missing or forbidden.
     ValueError
-        For an unknown policy or a negative quota.
+        For an unknown policy or computation, or a negative quota.
     """
+    quota, found = _checked_quota(block_quota), _checked_compute(compute)
     seconds = staged_write_back_seconds(work, constants, staging_bytes)
-    ctas = _ctas(constants.write_back, block_quota)
-    direct = direct_seconds(work, constants.write_back, constants.launch_seconds, ctas, 1)
-    return _choose("write-back", work, constants, seconds, direct, available, policy, block_quota, ctas)
+    way = constants.write_back
+    weighed = Compute.IDLE if found is None else found
+    staged = Plan(STAGED, "", seconds, 0, model_loss=way.staged_loss.during(weighed))
+    direct = direct_plan(work, way, constants.launch_seconds, quota, weighed)
+    if found is None and constants.has_sms:
+        direct = dataclasses.replace(direct, model_loss=STAGED_PREFERENCE)
+    return _choose("write-back", work, staged, direct, available, policy, quota)
 
 
 def plan_load(
@@ -297,6 +341,7 @@ def plan_load(
     available: Availability | None = None,
     policy: str = "auto",
     block_quota: int | None = None,
+    compute: Compute | str | None = None,
     staging_bytes: int = 128 << 20,
     layer_by_layer: bool = True,
 ) -> Plan:
@@ -305,42 +350,39 @@ def plan_load(
     The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and
     errors are those of :func:`plan_write_back`.
     """
+    quota, found = _checked_quota(block_quota), _checked_compute(compute)
     launches = work.layers if layer_by_layer else 1
     each = 1 if layer_by_layer else layers_per_copy(work, constants, staging_bytes)
     seconds = staged_load_seconds(work, constants, staging_bytes, each)
-    ctas = _ctas(constants.load, block_quota)
-    if block_quota is None and (work.row_bytes < SHORT_ROW_BYTES or work.row_bytes % BULK_MULTIPLE):
-        ctas *= 2
-    direct = direct_seconds(work, constants.load, constants.launch_seconds, ctas, launches)
-    plan = _choose("load-back", work, constants, seconds, direct, available, policy, block_quota, ctas)
-    return dataclasses.replace(plan, layers_each=each) if plan.path == STAGED else plan
+    way = constants.load
+    staged = Plan(STAGED, "", seconds, 0, each, way.staged_loss.during(found))
+    short = work.row_bytes < SHORT_ROW_BYTES or work.row_bytes % BULK_MULTIPLE != 0
+    direct = direct_plan(work, way, launches * constants.launch_seconds, quota, found, short_rows=short)
+    return _choose("load-back", work, staged, direct, available, policy, quota)
 
 
-def _ctas(direction: DirectionConstants, block_quota: int | None) -> int:
-    if block_quota is not None:
-        block_quota = whole("block_quota", block_quota, least=0, most=MAX_BLOCKS)
-    return block_quota if block_quota else direction.default_ctas
+def _checked_quota(block_quota: int | None) -> int | None:
+    return None if block_quota is None else whole("block_quota", block_quota, least=0, most=MAX_BLOCKS)
+
+
+def _checked_compute(compute: Compute | str | None) -> Compute | None:
+    if compute is None or isinstance(compute, Compute):
+        return compute
+    try:
+        return Compute(compute)
+    except ValueError:
+        raise ValueError(f"compute is {compute!r}; it must be one of {', '.join(Compute)}, or None") from None
 
 
 def _choose(
-    what: str,
-    work: Work,
-    constants: DeviceConstants,
-    staged_seconds: float,
-    direct_path_seconds: float,
-    available: Availability | None,
-    policy: str,
-    block_quota: int | None,
-    ctas: int,
+    what: str, work: Work, staged: Plan, direct: Plan, available: Availability | None, policy: str, quota: int | None
 ) -> Plan:
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
     available = available or Availability()
-    staged = Plan(STAGED, "", staged_seconds, 0)
-    direct = Plan(DIRECT, "", direct_path_seconds, ctas)
     no_staged = "" if available.staged else available.staged_reason or "the staged module is missing"
     no_direct = "" if available.direct else available.direct_reason or "the main module is missing"
-    if not no_direct and block_quota == 0:
+    if not no_direct and quota == 0:
         no_direct = "block_quota is 0, which forbids SM-driven transfers"
     if policy == REFERENCE:
         return Plan(REFERENCE, "asked for by policy", 0.0, 0)
@@ -359,11 +401,16 @@ def _choose(
     if no_direct:
         return _because(staged, f"no direct path: {no_direct}")
     shape = f"{work.pages} pages of {work.page_bytes} bytes in {work.runs} runs"
-    staged_time, direct_time = f"{staged_seconds * 1e3:.3f} ms", f"{direct_path_seconds * 1e3:.3f} ms"
-    if staged_seconds <= direct_path_seconds * (1 + (STAGED_PREFERENCE if constants.has_sms else 0.0)):
-        holds = ", and it holds no SM" if constants.has_sms else ""
-        return _because(staged, f"{shape}: staged {staged_time} against direct {direct_time}{holds}")
-    return _because(direct, f"{shape}: direct {direct_time} against staged {staged_time}")
+    if staged.cost <= direct.cost:
+        return _because(staged, f"{shape}: staged {_terms(staged)} against direct {_terms(direct)}")
+    return _because(direct, f"{shape}: direct {_terms(direct)} against staged {_terms(staged)}")
+
+
+def _terms(plan: Plan) -> str:
+    """Say what a plan costs."""
+    ctas = f" with {plan.block_quota} CTAs" if plan.block_quota else ""
+    loss = f" at {plan.model_loss:.0%} of the model" if plan.model_loss else ""
+    return f"{plan.expected_seconds * 1e3:.3f} ms{ctas}{loss}"
 
 
 def _because(plan: Plan, reason: str) -> Plan:
