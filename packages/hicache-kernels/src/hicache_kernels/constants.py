@@ -40,9 +40,9 @@ class ModelLoss:
     decode: float
 
     def during(self, compute: Compute | None) -> float:
-        """Share of its time that a model loses; the larger one where nobody says what it computes."""
+        """Share of its time that a model loses; the mean of both where nobody says what it computes."""
         if compute is None:
-            return max(self.prefill, self.decode)
+            return (self.prefill + self.decode) / 2
         return {Compute.PREFILL: self.prefill, Compute.DECODE: self.decode, Compute.IDLE: 0.0}[compute]
 
 

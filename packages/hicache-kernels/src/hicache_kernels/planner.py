@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,11 +98,15 @@ class Plan:
     expected_seconds
         What the model expects on the device; 0.0 for the reference, which it does not model.
     block_quota
-        CTAs a direct transfer holds; 0 on the other paths.
+        CTAs a direct transfer holds, and a staged one with ``direct_layers``; else 0.
     layers_each
         Layers that a copy of a staged load-back takes at most.
     model_loss
         Share of its time that the model loses meanwhile, on top of what a plain copy takes from it.
+    direct_layers
+        Layers of a staged load-back that go directly, ahead of its copies, with ``block_quota`` CTAs.
+    in_order
+        False where all layers that the copies of a load-back bring come at once, at its end.
     """
 
     path: str
@@ -110,11 +115,13 @@ class Plan:
     block_quota: int
     layers_each: int = 1
     model_loss: float = 0.0
+    direct_layers: int = 0
+    in_order: bool = True
 
     @property
     def cost(self) -> float:
         """Seconds that decide: those of the bus, and those that the model loses meanwhile."""
-        return self.expected_seconds * (1 + self.model_loss)
+        return self.expected_seconds * (1 + self.model_loss + (0.0 if self.in_order else AT_ONCE_COST))
 
 
 FLAT_WIDTH_BYTES = 64 << 10
@@ -129,6 +136,12 @@ MIN_CHUNK_PAGES = 8
 where those of 16 make 0.93 (512 MiB of pages of 64 slots of 128 KiB, an H200)."""
 NEAR_BEST = 1.01
 """Copies take no more layers once they are this close to the best."""
+MIN_AHEAD_BYTES = 8 << 20
+"""Smaller loads are over before more than their first copies could have been queued."""
+AT_ONCE_COST = 0.1
+"""What a load whose layers come all at once costs on top, as a share of its time: its request waits for all of it."""
+DIRECT_SHARE = 4
+"""At most one layer in so many goes directly ahead of the copies of a staged load."""
 SUBMIT_MARGIN = 1.5
 """A thread whose code is not in the caches, or that shares its core, submits so much slower than it was measured to
 (0.5 to 1.2 us a copy in calibration, 0.7 to 1.7 us in operations that came one at a time, on an H200)."""
@@ -136,12 +149,14 @@ CALLER_WEIGHT = 0.1
 """What a second of the caller's thread is worth, in seconds of a load."""
 BULK_MULTIPLE = 128
 """Rows of other lengths do not go by bulk copies: they would split the packets of the bus (``movers.py``)."""
-SHORT_ROW_BYTES = 512
-"""Shorter rows, and those that do not go by bulk copies, keep a load of few CTAs from the full rate: a CTA names about
-57 million rows a second."""
-SHORT_ROW_LOSS = 0.2
-"""Share of the rate that a load of such rows loses with one CTA, half of it with two and so on: the row kernel reaches
-0.83 of the bus with 2 CTAs, 0.90 with 4 (measured on an H200)."""
+BULK_LOAD_ROW_BYTES = 256
+"""Rows from which a direct load goes by bulk copies: with 2 CTAs rows of 1024 bytes and more reach 0.92 of the bus,
+where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row kernel 0.90. Rows of 576 bytes, which
+split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
+ROWS_PER_CTA_SECOND = 57e6
+"""Rows that a CTA of a load names in a second: rows of 256 bytes reach 0.53 of the bus with 2 CTAs (on an H200)."""
+ROW_KERNEL_LOSS = 0.2
+"""Share of its rate that a load by the row kernel loses with one CTA, half of it with two, and so on (on an H200)."""
 STAGED_PREFERENCE = 0.04
 """How much slower a staged write-back may be and still be chosen where nobody says what the model computes: it leaves
 the SMs to the model, and frees device slots early."""
@@ -161,15 +176,16 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
 
 
 @functools.lru_cache(maxsize=1024)
-def layer_groups(first: int, end: int, most: int) -> tuple[tuple[int, int, int], ...]:
+def layer_groups(first: int, end: int, most: int, moved: int = 0) -> tuple[tuple[int, int, int], ...]:
     """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.
 
-    At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before.
+    At a time go one, one, two, four layers and so on up to ``most``: no more than have gone before, ``moved`` of them
+    ahead of the first.
     """
     sizes: list[int] = []
     start = first
     while start < end:
-        sizes.append(min(most, max(1, start - first), end - start))
+        sizes.append(min(most, max(1, start - first + moved), end - start))
         start += sizes[-1]
     groups = []
     start = first
@@ -180,42 +196,95 @@ def layer_groups(first: int, end: int, most: int) -> tuple[tuple[int, int, int],
     return tuple(groups)
 
 
-def layer_steps(first: int, end: int, most: int) -> list[int]:
+def layer_steps(first: int, end: int, most: int, moved: int = 0) -> list[int]:
     """Layers of each step of :func:`layer_groups`, in order."""
-    return [each for start, stop, each in layer_groups(first, end, most) for _ in range((stop - start) // each)]
+    groups = layer_groups(first, end, most, moved)
+    return [each for start, stop, each in groups for _ in range((stop - start) // each)]
 
 
-def staged_load_seconds(
-    work: Work, constants: DeviceConstants, staging_bytes: int, layers_each: int | None = None
-) -> float:
-    """Model the device time of a staged load-back, which moves some layers after the others; None: as many as best."""
-    most = layers_per_copy(work, constants, staging_bytes) if layers_each is None else layers_each
-    copies = sum(
-        (end - start) // each * _load_step(work, constants, staging_bytes, each).seconds
-        for start, end, each in layer_groups(0, work.layers, most)
-    )
-    last = most * work.bytes / work.layers / constants.relayout_bytes_per_second
-    return constants.launch_seconds + copies + last
+def moved_before(direct_layers: int, layers_each: int, layers: int) -> int:
+    """Layers that count as gone before the copies of a staged load: all, where its plan takes the rest at once."""
+    return layers if layers_each == layers else direct_layers
 
 
-def layers_per_copy(work: Work, constants: DeviceConstants, staging_bytes: int) -> int:
-    """Fewest layers a copy of a load, a power of two, with which it costs hardly more than with the best number."""
+def copy_sizes(work: Work, staging_bytes: int) -> list[int]:
+    """Layers that a copy of a load may take, powers of two: as many as staging memory holds of some pages."""
+    sizes = [1]
     if work.layout is HostLayout.LAYER_FIRST:
-        return 1
-    choices = [1]
+        return sizes
     least_pages = min(MIN_CHUNK_PAGES, max(1, work.pages))
     while (
-        2 * choices[-1] <= min(MAX_LAYERS_EACH, work.layers // 2)
-        and 2 * choices[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
+        2 * sizes[-1] <= min(MAX_LAYERS_EACH, work.layers // 2)
+        and 2 * sizes[-1] * work.layer_page_bytes * least_pages <= staging_bytes // LOAD_BUFFERS
     ):
-        choices.append(2 * choices[-1])
-    steps = [_load_step(work, constants, staging_bytes, each) for each in choices]
-    costs = [(step.seconds + CALLER_WEIGHT * step.submit) / each for step, each in zip(steps, choices, strict=True)]
-    return next(each for each, cost in zip(choices, costs, strict=True) if cost <= NEAR_BEST * min(costs))
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def staged_load_plan(
+    work: Work,
+    constants: DeviceConstants,
+    staging_bytes: int,
+    compute: Compute | None = None,
+    direct: Plan | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Plan:
+    """Plan a staged load-back: the fewest layers a copy, and ahead of the copies, that cost hardly more than the best.
+
+    Parameters
+    ----------
+    work, constants, staging_bytes, compute
+        As in :func:`plan_write_back`.
+    direct
+        How all of it would go directly. If it is given, the first layers may go so; and where it is known that the
+        model computes, all others may come at once.
+    sizes
+        Layers that a copy may take; by default :func:`copy_sizes`.
+    """
+    sizes = copy_sizes(work, staging_bytes) if sizes is None else sizes
+    choices = [(0, most) for most in sizes]
+    if direct is not None and work.bytes >= MIN_AHEAD_BYTES:
+        few = [ahead for ahead in sizes[::2] if ahead <= work.layers // DIRECT_SHARE]
+        choices += [(ahead, most) for ahead in few for most in sizes[-2:] if most >= ahead]
+        known = compute in (Compute.PREFILL, Compute.DECODE) and work.layout is not HostLayout.LAYER_FIRST
+        if known and 2 * work.page_bytes <= staging_bytes // LOAD_BUFFERS:
+            # Slots of the page-first layout are whole only with the first layers in them.
+            choices += [(0 if work.layout is HostLayout.PAGE_FIRST else ahead, work.layers) for ahead in few[:1]]
+    step = functools.cache(functools.partial(_load_step, work, constants, staging_bytes))
+    loss = constants.load.staged_loss.during(compute)
+    buffer = staging_bytes / LOAD_BUFFERS
+
+    def times(ahead: int, most: int) -> tuple[float, float, float]:
+        """Return seconds of the whole, of what goes directly, and of the caller's thread."""
+        bus = by_sms = direct.expected_seconds * ahead / work.layers if direct and ahead else 0.0
+        submit = 0.0
+        for start, end, each in layer_groups(ahead, work.layers, most, moved_before(ahead, most, work.layers)):
+            last = step(each)
+            bus += (end - start) // each * last.seconds
+            submit += (end - start) // each * last.submit
+        behind = min(each * work.bytes / work.layers, buffer) / constants.relayout_bytes_per_second
+        last_copies = min(last.seconds, buffer / constants.load.copy_bytes_per_second)
+        return constants.launch_seconds + behind + max(bus, submit + last_copies), by_sms, submit
+
+    def plan(ahead: int, most: int) -> Plan:
+        seconds, by_sms, _ = times(ahead, most)
+        lost = (loss * (seconds - by_sms) + (direct.model_loss if direct else 0.0) * by_sms) / seconds
+        ctas = direct.block_quota if direct and ahead else 0
+        return Plan(STAGED, "", seconds, ctas, most, lost, ahead, in_order=most < work.layers or work.layers == 1)
+
+    def cost(ahead: int, most: int) -> float:
+        seconds, by_sms, submit = times(ahead, most)
+        sms = direct.model_loss if direct else 0.0
+        unordered = AT_ONCE_COST if most == work.layers > 1 else 0.0
+        return seconds * (1 + loss + unordered) + by_sms * (sms - loss) + CALLER_WEIGHT * submit
+
+    costs = [cost(*choice) for choice in choices]
+    enough = NEAR_BEST * min(costs)
+    return plan(*next(choice for choice, found in zip(choices, costs, strict=True) if found <= enough))
 
 
 class _Step(NamedTuple):
-    """Copies of some layers: time on the device, and of the thread that queues them."""
+    """Copies of some layers: time of the copy engine, and of the thread that queues them."""
 
     seconds: float
     submit: float
@@ -228,10 +297,11 @@ def _load_step(work: Work, constants: DeviceConstants, staging_bytes: int, each:
     chunks = math.ceil(size / max(each * work.layer_page_bytes, staging_bytes // LOAD_BUFFERS))
     runs = work.runs + chunks - 1
     width = work.layer_width * each
+    in_order = each < work.layers
     copies, batched = runs, constants.batched and runs > 1
     if work.layout is HostLayout.LAYER_FIRST:
         copies *= work.planes
-    elif work.layout is not HostLayout.PAGE_FIRST_DIRECT or work.runs != work.pages:
+    elif in_order and (work.layout is not HostLayout.PAGE_FIRST_DIRECT or work.runs != work.pages):
         rows = 1 if work.layout is HostLayout.PAGE_FIRST_DIRECT else work.page_size
         rows_of_a_run = rows * work.pages / max(1, runs)
         size /= direction.efficiency(width)
@@ -241,7 +311,8 @@ def _load_step(work: Work, constants: DeviceConstants, staging_bytes: int, each:
         else:
             seconds = size / direction.copy_bytes_per_second + runs * direction.copy_2d_seconds
             return _Step(max(seconds, constants.launch_seconds), _submit_seconds(copies, direction))
-    seconds = _copies_seconds(size, copies, direction, batched=batched)
+    each_copy = direction.batch_copy_seconds if batched else direction.copy_seconds
+    seconds = size / direction.copy_bytes_per_second + copies * each_copy
     return _Step(max(seconds, constants.launch_seconds), _submit_seconds(copies, direction))
 
 
@@ -263,24 +334,32 @@ def direct_plan(
     launch_seconds: float,
     block_quota: int | None = None,
     compute: Compute | None = None,
-    *,
-    short_rows: bool = False,
+    rate: Callable[[Work, DirectionConstants, int], float] = lambda _, direction, ctas: direction.direct_rate(ctas),
 ) -> Plan:
     """Plan a direct transfer: of as many CTAs as the quota says, else of the fewest that cost hardly more than best.
 
-    ``launch_seconds`` is the time of all its launches, ``short_rows`` True where :data:`SHORT_ROW_LOSS` applies.
+    ``launch_seconds`` is the time of all its launches, ``rate`` the bytes per second of so many CTAs.
     """
 
     def plan(ctas: int) -> Plan:
-        rate = direction.direct_rate(ctas) * (1 - SHORT_ROW_LOSS / ctas if short_rows else 1)
-        loss = direction.loss(ctas).during(compute)
-        return Plan(DIRECT, "", launch_seconds + work.bytes / rate, ctas, model_loss=loss)
+        seconds = launch_seconds + work.bytes / rate(work, direction, ctas)
+        return Plan(DIRECT, "", seconds, ctas, model_loss=direction.loss(ctas).during(compute))
 
     if block_quota:
         return plan(block_quota)
     plans = [plan(ctas) for ctas, _ in direction.direct_rates]
     enough = NEAR_BEST_COST * min(each.cost for each in plans)
     return next(each for each in plans if each.cost <= enough)
+
+
+def direct_load_rate(work: Work, direction: DirectionConstants, ctas: int) -> float:
+    """Bytes per second of a direct load of so many CTAs, which short rows and uneven ones hold back."""
+    rate = direction.direct_rate(ctas)
+    if work.row_bytes == 0:
+        return rate
+    if work.row_bytes < BULK_LOAD_ROW_BYTES or work.row_bytes % BULK_MULTIPLE:
+        rate *= 1 - ROW_KERNEL_LOSS / ctas
+    return min(rate, ctas * ROWS_PER_CTA_SECOND * work.row_bytes)
 
 
 def plan_write_back(
@@ -312,7 +391,7 @@ def plan_write_back(
         staged path's re-layout kernels, which use all SMs for some microseconds a chunk, are not under it.
     compute
         What the model computes meanwhile: ``"prefill"``, ``"decode"``, ``"idle"``. With None the seconds of the bus
-        alone decide, except that staged may be :data:`STAGED_PREFERENCE` slower; a load counts the larger loss.
+        alone decide, except that staged may be :data:`STAGED_PREFERENCE` slower; a load counts the mean of both.
     staging_bytes
         Budget of the staging ring.
 
@@ -352,12 +431,11 @@ def plan_load(
     """
     quota, found = _checked_quota(block_quota), _checked_compute(compute)
     launches = work.layers if layer_by_layer else 1
-    each = 1 if layer_by_layer else layers_per_copy(work, constants, staging_bytes)
-    seconds = staged_load_seconds(work, constants, staging_bytes, each)
-    way = constants.load
-    staged = Plan(STAGED, "", seconds, 0, each, way.staged_loss.during(found))
-    short = work.row_bytes < SHORT_ROW_BYTES or work.row_bytes % BULK_MULTIPLE != 0
-    direct = direct_plan(work, way, launches * constants.launch_seconds, quota, found, short_rows=short)
+    direct = direct_plan(work, constants.load, launches * constants.launch_seconds, quota, found, direct_load_rate)
+    may_go_ahead = constants.has_sms and quota != 0 and (available is None or available.direct)
+    ahead = direct if may_go_ahead and not layer_by_layer else None
+    sizes = (1,) if layer_by_layer else None
+    staged = staged_load_plan(work, constants, staging_bytes, found, ahead, sizes)
     return _choose("load-back", work, staged, direct, available, policy, quota)
 
 
@@ -409,8 +487,10 @@ def _choose(
 def _terms(plan: Plan) -> str:
     """Say what a plan costs."""
     ctas = f" with {plan.block_quota} CTAs" if plan.block_quota else ""
+    ctas += f" for {plan.direct_layers} layers ahead" if plan.direct_layers else ""
     loss = f" at {plan.model_loss:.0%} of the model" if plan.model_loss else ""
-    return f"{plan.expected_seconds * 1e3:.3f} ms{ctas}{loss}"
+    order = "" if plan.in_order else ", the other layers all at once"
+    return f"{plan.expected_seconds * 1e3:.3f} ms{ctas}{loss}{order}"
 
 
 def _because(plan: Plan, reason: str) -> Plan:

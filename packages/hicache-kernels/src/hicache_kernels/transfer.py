@@ -12,7 +12,7 @@ from .indices import OperationIndices
 from .layer_events import LayerEvents, SpareEvents
 from .paths import PlanePaths
 from .plane import Plane, check_planes
-from .planner import DIRECT, REFERENCE, Plan, layer_steps
+from .planner import DIRECT, REFERENCE, Plan, layer_steps, moved_before
 from .plans import OperationPlans
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .staging import Direction, StagingRing, canonical_device
@@ -311,6 +311,23 @@ class PlaneTransfer:
         done = stream.record_event()
         return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, taken.events)
 
+    def _load_ahead(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        layers: range,
+        events: LayerEvents,
+        blocks: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Queue the first layers of a staged load directly; its copies, which wait for the stream, follow them."""
+        direct = self._paths.direct
+        if stream is not None and events.events:
+            direct.load_with_events(host_slots, device_slots, layers, events, blocks, stream)
+            return
+        for layer in layers:
+            direct.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks, stream=stream)
+
     def _load_staged(
         self,
         indices: OperationIndices,
@@ -342,23 +359,30 @@ class PlaneTransfer:
                         stream.wait_event(ready)
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies, taken.events)
-            steps = layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
+            ahead = plan.direct_layers
+            moved = moved_before(ahead, plan.layers_each, self.layers)
+            steps = layer_steps(layers.start + ahead, layers.stop, plan.layers_each, moved) if with_events else []
             if not taken.events:
-                taken = self._spare_events.take(len(steps), stream)
-            taken = taken.first(len(steps))
+                taken = self._spare_events.take(ahead + len(steps) if with_events else 0, stream)
+            first, rest = taken.first(ahead), taken.rest(ahead).first(len(steps))
+            host_slots, device_slots = self._paths.indices.on_device(indices, stream, both=ahead > 0)
+            if ahead:
+                self._load_ahead(host_slots, device_slots, layers[:ahead], first, plan.block_quota, stream)
             copies = staged.load(
                 pages,
-                self._paths.indices.on_device(indices, stream, both=False)[1],
+                device_slots,
                 stream,
-                first_layer=layers.start,
+                first_layer=layers.start + ahead,
                 end_layer=layers.stop,
                 layers_each=plan.layers_each,
-                copy_events=taken.handles,
+                moved=moved,
+                copy_events=rest.handles,
             )
             ready = staged.load_lane.copies_done()
         released = None if stream is None else stream.record_event()
         # Layers that one copy brings are filled at once, and share its event.
-        events = tuple(event for event, each in zip(taken.events, steps, strict=True) for _ in range(each))
+        by_copies = (event for event, each in zip(rest.events, steps, strict=True) for _ in range(each))
+        events = (*first.events, *by_copies)
         return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, events)
 
     def _plan(
