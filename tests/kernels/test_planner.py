@@ -296,9 +296,8 @@ def test_a_load_takes_what_the_model_loses_into_account() -> None:
     assert "of the model" in decode.reason
     assert not prefill.in_order
     assert "the other layers all at once" in prefill.reason
-    losses = H200.load.loss(2)
     assert (unknown.path, unknown.block_quota, unknown.in_order) == ("direct", 2, True)
-    assert unknown.model_loss == (losses.prefill + losses.decode) / 2
+    assert unknown.model_loss == decode.model_loss == H200.load.loss(2).decode
 
 
 def test_a_write_back_weighs_the_model_where_it_is_said_what_it_computes() -> None:

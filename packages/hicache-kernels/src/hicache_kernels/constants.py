@@ -40,10 +40,10 @@ class ModelLoss:
     decode: float
 
     def during(self, compute: Compute | None) -> float:
-        """Share of its time that a model loses; the mean of both where nobody says what it computes."""
-        if compute is None:
-            return (self.prefill + self.decode) / 2
-        return {Compute.PREFILL: self.prefill, Compute.DECODE: self.decode, Compute.IDLE: 0.0}[compute]
+        """Share of its time that a model loses; where nobody says what it computes, that of decode steps, its most."""
+        if compute is Compute.IDLE:
+            return 0.0
+        return self.prefill if compute is Compute.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ H200 = DeviceConstants(
         batch_copy_seconds=0.06e-6,
         batch_submit_seconds=0.8e-6,
         copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
+        copy_2d_seconds=5.0e-6,
         width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
         staged_loss=ModelLoss(0.016, 0.029),
@@ -176,7 +176,7 @@ H200 = DeviceConstants(
         batch_copy_seconds=0.06e-6,
         batch_submit_seconds=1.0e-6,
         copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
+        copy_2d_seconds=5.0e-6,
         width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
         staged_loss=ModelLoss(0.002, 0.027),

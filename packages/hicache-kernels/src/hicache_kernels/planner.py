@@ -256,15 +256,15 @@ def staged_load_plan(
 
     def times(ahead: int, most: int) -> tuple[float, float, float]:
         """Return seconds of the whole, of what goes directly, and of the caller's thread."""
-        bus = by_sms = direct.expected_seconds * ahead / work.layers if direct and ahead else 0.0
+        done = by_sms = direct.expected_seconds * ahead / work.layers if direct and ahead else 0.0
         submit = 0.0
         for start, end, each in layer_groups(ahead, work.layers, most, moved_before(ahead, most, work.layers)):
             last = step(each)
-            bus += (end - start) // each * last.seconds
             submit += (end - start) // each * last.submit
+            last_copies = min(last.seconds, buffer / constants.load.copy_bytes_per_second)
+            done = max(done + (end - start) // each * last.seconds, submit + last_copies)
         behind = min(each * work.bytes / work.layers, buffer) / constants.relayout_bytes_per_second
-        last_copies = min(last.seconds, buffer / constants.load.copy_bytes_per_second)
-        return constants.launch_seconds + behind + max(bus, submit + last_copies), by_sms, submit
+        return constants.launch_seconds + behind + done, by_sms, submit
 
     def plan(ahead: int, most: int) -> Plan:
         seconds, by_sms, _ = times(ahead, most)
@@ -390,8 +390,9 @@ def plan_write_back(
         bandwidth and what the model loses. The quota is for transfers that hold SMs while bytes cross the bus: the
         staged path's re-layout kernels, which use all SMs for some microseconds a chunk, are not under it.
     compute
-        What the model computes meanwhile: ``"prefill"``, ``"decode"``, ``"idle"``. With None the seconds of the bus
-        alone decide, except that staged may be :data:`STAGED_PREFERENCE` slower; a load counts the mean of both.
+        What the model computes meanwhile: ``"prefill"``, ``"decode"``, ``"idle"``. With None a load counts
+        what decode steps would lose; for a write-back the seconds of the bus alone decide, except that staged may be
+        :data:`STAGED_PREFERENCE` slower.
     staging_bytes
         Budget of the staging ring.
 
