@@ -68,7 +68,7 @@ def kernels_quota(file: Path) -> str:
 
 
 def kernels_losses(file: Path) -> str:
-    """What loads cost the model next to them, by path."""
+    """Cost of loads to the model next to them, by path."""
     module, report = _kernels(file)
     return str(module.loss_table(report))
 

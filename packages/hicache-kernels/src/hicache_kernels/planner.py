@@ -332,9 +332,9 @@ def direct_plan(
     work: Work,
     direction: DirectionConstants,
     launch_seconds: float,
-    block_quota: int | None = None,
-    compute: Compute | None = None,
-    rate: Callable[[Work, DirectionConstants, int], float] = lambda _, direction, ctas: direction.direct_rate(ctas),
+    rate: Callable[[int], float],
+    block_quota: int | None,
+    compute: Compute | None,
 ) -> Plan:
     """Plan a direct transfer: of as many CTAs as the quota says, else of the fewest that cost hardly more than best.
 
@@ -342,7 +342,7 @@ def direct_plan(
     """
 
     def plan(ctas: int) -> Plan:
-        seconds = launch_seconds + work.bytes / rate(work, direction, ctas)
+        seconds = launch_seconds + work.bytes / rate(ctas)
         return Plan(DIRECT, "", seconds, ctas, model_loss=direction.loss(ctas).during(compute))
 
     if block_quota:
@@ -408,7 +408,7 @@ def plan_write_back(
     way = constants.write_back
     weighed = Compute.IDLE if found is None else found
     staged = Plan(STAGED, "", seconds, 0, model_loss=way.staged_loss.during(weighed))
-    direct = direct_plan(work, way, constants.launch_seconds, quota, weighed)
+    direct = direct_plan(work, way, constants.launch_seconds, way.direct_rate, quota, weighed)
     if found is None and constants.has_sms:
         direct = dataclasses.replace(direct, model_loss=STAGED_PREFERENCE)
     return _choose("write-back", work, staged, direct, available, policy, quota)
@@ -432,7 +432,9 @@ def plan_load(
     """
     quota, found = _checked_quota(block_quota), _checked_compute(compute)
     launches = work.layers if layer_by_layer else 1
-    direct = direct_plan(work, constants.load, launches * constants.launch_seconds, quota, found, direct_load_rate)
+    way = constants.load
+    rate = functools.partial(direct_load_rate, work, way) if constants.has_sms else way.direct_rate
+    direct = direct_plan(work, way, launches * constants.launch_seconds, rate, quota, found)
     may_go_ahead = constants.has_sms and quota != 0 and (available is None or available.direct)
     ahead = direct if may_go_ahead and not layer_by_layer else None
     sizes = (1,) if layer_by_layer else None
