@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hicache_kernels import Direction
+from hicache_kernels.bench.cases import Pattern
 from hicache_kernels.bench.report import Report
 from hicache_kernels.bench.targets import Target, evaluate_targets
 
@@ -47,20 +48,47 @@ def from_idle(report: Report) -> Report:
 
 def quota_table(report: Report) -> str:
     """Bandwidth and disturbance by CTAs, and of plain copies and the staged path, which hold none of them."""
-    ways = sorted({(d.policy, d.block_quota) for d in report.disturbances}, key=lambda way: (way[0], way[1] or 0))
-    shown = {(d.policy, d.block_quota, d.workload, d.direction): f"{d.slowdown:.2f}" for d in report.disturbances}
+    runs = [d for d in report.disturbances if d.case.pattern is Pattern.RUN]
+    ways = sorted({(d.case.policy, d.case.block_quota) for d in runs}, key=lambda way: (way[0], way[1] or 0))
+    shown = {(d.case.policy, d.case.block_quota, d.workload, d.case.direction): f"{d.slowdown:.2f}" for d in runs}
     rows = []
     for policy, quota in ways:
-        name = policy if quota is None else f"{policy}, {quota} CTA{'s' * (quota != 1)}"
         idle = [idle_share(report, policy, quota, direction) for direction in (Direction.WRITE_BACK, Direction.LOAD)]
         disturbed = [
             shown.get((policy, quota, workload, direction), "")
             for direction in (Direction.WRITE_BACK, Direction.LOAD)
             for workload in ("prefill", "decode")
         ]
-        rows.append([name, *idle, *disturbed])
+        rows.append([way_name(policy, quota), *idle, *disturbed])
     graphs = [f"{workload} during {way}" for way in ("D2H", "H2D") for workload in ("prefill", "decode")]
     return table(("transfer", "D2H", "H2D", *graphs), rows)
+
+
+def way_name(policy: str, quota: int | None) -> str:
+    return policy if quota is None else f"{policy}, {quota} CTA{'s' * (quota != 1)}"
+
+
+def loss_table(report: Report) -> str:
+    """Write what loads of several pools cost a model, by path."""
+    found = {(d.case, d.workload): d for d in report.disturbances if d.case.pattern is not Pattern.RUN}
+    alone = {result.case: result.measurement for result in report.cases}
+    rows = []
+    for case in dict.fromkeys(case for case, _ in found):
+        beside = {workload: found[case, workload] for workload in ("prefill", "decode")}
+        path = beside["decode"].path
+        idle = alone.get(case)
+        shape = f"{case.shape.row_bytes} x {case.shape.layers}, page {case.page_size}"
+        rows.append([
+            f"{shape}, {case.pattern.value}, {case.layout.value}",
+            way_name(case.policy, case.block_quota) + (f" ({path})" if case.policy == "auto" else ""),
+            "" if idle is None else f"{idle.ratio:.2f}",
+            f"{beside['prefill'].of_plain:.2f}",
+            f"{beside['decode'].slowdown:.2f}",
+            f"{beside['decode'].ratio:.2f}",
+            "" if idle is None else f"{idle.submit_seconds * 1e3:.2f}",
+        ])  # fmt: skip
+    head = ("pool", "transfer", "alone", "prefill, of a plain copy's", "decode, of its time alone", "bus beside decode")
+    return table((*head, "caller, ms"), rows)
 
 
 def idle_share(report: Report, policy: str, quota: int | None, direction: Direction) -> str:
@@ -91,7 +119,10 @@ def fill(text: str, name: str, content: str) -> str:
 
 
 def filled(text: str, report: Report) -> str:
-    return fill(fill(text, "targets", targets_table(report)), "quota", quota_table(report))
+    tables = {"targets": targets_table, "quota": quota_table, "losses": loss_table}
+    for name, make in tables.items():
+        text = fill(text, name, make(report))
+    return text
 
 
 def main() -> None:

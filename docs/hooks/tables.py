@@ -67,6 +67,12 @@ def kernels_quota(file: Path) -> str:
     return str(module.quota_table(report))
 
 
+def kernels_losses(file: Path) -> str:
+    """Cost of loads to the model next to them, by path."""
+    module, report = _kernels(file)
+    return str(module.loss_table(report))
+
+
 def _kernels(file: Path) -> tuple[ModuleType, Any]:
     spec = importlib.util.spec_from_file_location(KERNELS_TABLE.stem, KERNELS_TABLE)
     if spec is None or spec.loader is None:
@@ -237,6 +243,7 @@ def submission(file: Path) -> str:
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "kernels_targets": kernels_targets,
     "kernels_quota": kernels_quota,
+    "kernels_losses": kernels_losses,
     "pinning": pinning,
     "fragmentation": fragmentation,
     "extents": extents,

@@ -141,7 +141,7 @@ def test_a_report_covers_the_grid_and_survives_json(report: Report) -> None:
 def test_a_report_with_gpu_figures_survives_json(report: Report) -> None:
     full = dataclasses.replace(
         report,
-        disturbances=[Disturbance("decode", Direction.LOAD, "direct", 4, 1.2, 0.9)],
+        disturbances=[Disturbance("decode", RUN, "direct", 1.2, 1.1, 0.9)],
         duplex=Duplex(97e9, 93e9, 93 / 97),
         full_staging=report.cases[0],
     )
@@ -160,6 +160,31 @@ def targets_of(report: Report, *results: CaseResult, **fields: object) -> dict[s
 
 RUN = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
 LOAD = dataclasses.replace(RUN, direction=Direction.LOAD)
+
+
+@pytest.mark.parametrize(
+    ("what", "graph", "bad"),
+    [
+        ("decode next to an auto load: of its time alone", {"slowdown": 1.05}, {"slowdown": 1.07}),
+        ("decode next to an auto load: bandwidth of the load", {"ratio": 0.86}, {"ratio": 0.84}),
+        (
+            "prefill next to an auto load that goes staged: of its time next to a plain copy",
+            {"workload": "prefill", "of_plain": 1.04},
+            {"of_plain": 1.06},
+        ),
+        (
+            "prefill next to an auto load that goes direct: of its time next to a plain copy",
+            {"workload": "prefill", "path": "direct", "of_plain": 1.2},
+            {"of_plain": 1.3},
+        ),
+    ],
+)
+def test_targets_of_loads_next_to_a_model(report: Report, what: str, graph: dict, bad: dict) -> None:
+    load = dataclasses.replace(LOAD, policy="auto", pattern=Pattern.SCATTERED)
+    good = dataclasses.replace(Disturbance("decode", load, "staged", 1.0, 1.0, 1.0), **graph)
+    assert targets_of(report, disturbances=[good])[what] is True
+    assert targets_of(report, disturbances=[good, dataclasses.replace(good, **bad)])[what] is False
+    assert targets_of(report)[what] is None
 
 
 @pytest.mark.parametrize(
@@ -210,11 +235,12 @@ def test_each_target_holds_and_fails_where_it_should(report: Report, what: str, 
 
 
 def test_targets_of_graphs_and_both_directions(report: Report) -> None:
-    graph = Disturbance("decode", Direction.LOAD, "staged", None, 1.02, 0.9)
-    what = "graph next to a staged transfer: of its time alone"
+    graph = Disturbance("decode", LOAD, "staged", 1.02, 1.0, 0.9)
+    what = "graph next to a staged transfer of a run: of its time alone"
     assert targets_of(report, disturbances=[graph])[what] is True
     assert targets_of(report, disturbances=[graph, dataclasses.replace(graph, slowdown=1.04)])[what] is False
-    assert targets_of(report, disturbances=[dataclasses.replace(graph, policy="direct", slowdown=2.0)])[what] is None
+    other = dataclasses.replace(graph, case=dataclasses.replace(LOAD, policy="direct"), slowdown=2.0)
+    assert targets_of(report, disturbances=[other])[what] is None
     what = "both directions at once, staged, runs: of two plain copies"
     assert targets_of(report, duplex=Duplex(97e9, 93e9, 0.96))[what] is True
     assert targets_of(report, duplex=Duplex(97e9, 90e9, 0.93))[what] is False

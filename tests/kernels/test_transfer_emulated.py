@@ -12,7 +12,7 @@ import torch
 import tvm_ffi
 from tvm_ffi.libinfo import find_dlpack_include_path, find_include_path, find_libtvm_ffi
 
-from hicache_kernels import HostLayout, PlaneTransfer, movers, paths
+from hicache_kernels import HostLayout, Plan, PlaneTransfer, movers, paths, planner
 from hicache_kernels.spec import CSRC
 from hicache_kernels.staging import StagingRing
 
@@ -127,3 +127,16 @@ def test_wide_rows_of_short_runs_and_runs_on_both_sides(pools, emulated_transfer
         pool.check_load(pool.slots(host), pool.slots(device), transfer_.load, now)
         monkeypatch.setattr(movers, "MIN_COPY_BYTES", 1)
         monkeypatch.setattr(movers, "MIN_COPY_WIDTH", 1)
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize(("ahead", "each"), [(1, 2), (2, 4), (1, 13), (0, 13), (3, 4)])
+def test_layers_that_go_ahead_and_those_that_follow_all_come(
+    pools, emulated_transfers, monkeypatch, layout, ahead, each
+):
+    plan = Plan("staged", "by the test", 1.0, 3, each, direct_layers=ahead, in_order=each < 13)
+    monkeypatch.setattr(planner, "plan_load", lambda *_, **__: plan)
+    pool = pools.random_pool(layout, random.choice([(64, 128), (512,)]), layers=13, pages=9, page_size=2)
+    transfer_ = PlaneTransfer(pool.planes, ring=StagingRing("cpu", pages=random.choice([2, 64])))
+    host, device = pool.slots(pools.random_pages(9, 7, runs=True)), pool.slots(torch.randperm(10)[:7])
+    pool.check_load(host, device, transfer_.load, now)

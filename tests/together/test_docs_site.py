@@ -133,10 +133,11 @@ def test_kernel_tables_come_from_a_report_of_the_benchmark(tmp_path: Path) -> No
     (tmp_path / "h200.json").write_text(report.to_json())
     tables = load(DOCS / "hooks" / "tables.py")
     made = tables.fill_tables(
-        "<!-- table: kernels_targets h200.json -->\n<!-- table: kernels_quota h200.json -->", tmp_path
+        "".join(f"<!-- table: kernels_{name} h200.json -->\n" for name in ("targets", "quota", "losses")), tmp_path
     )
     assert "staged write-back, runs: bandwidth" in made
     assert "| transfer | D2H | H2D |" in made
+    assert "| pool | transfer | alone |" in made
     assert "Not measured yet" not in made
 
 

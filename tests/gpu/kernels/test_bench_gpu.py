@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hicache_kernels import HostLayout, calibrate
-from hicache_kernels.bench import Buffers, Case, Pattern, Report, disturbances, grid, run_benchmark
+from hicache_kernels.bench import Buffers, Case, Pattern, Report, disturbances, disturbing_cases, grid, run_benchmark
 from hicache_kernels.bench.cases import Shape
 from hicache_kernels.bench.interference import measure_duplex
 from hicache_kernels.bench.measure import plain_copy_seconds
@@ -58,9 +58,10 @@ def test_a_tiny_benchmark_fills_every_part_of_the_report(gpu) -> None:
 def test_graphs_run_during_transfers_in_both_directions(gpu) -> None:
     buffers = Buffers.allocate(64 << 20, gpu)
     plain = {direction: plain_copy_seconds(buffers, direction) for direction in Direction}
-    found = list(disturbances(buffers, plain, repeats=1, operations=2, quotas=(2,)))
-    assert len(found) == 2 * 2 * 3
-    assert all(d.slowdown > 0 and d.ratio > 0 for d in found)
+    cases = list(disturbing_cases(quotas=(2,)))
+    found = list(disturbances(buffers, plain, cases, repeats=1))
+    assert {(d.workload, d.case) for d in found} == {(name, case) for name in ("prefill", "decode") for case in cases}
+    assert all(d.slowdown > 0 and d.ratio > 0 and d.of_plain > 0 for d in found)
     assert measure_duplex(buffers, repeats=1, operations=1) is not None
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hicache_kernels import HostLayout, PlaneTransfer, movers
+from hicache_kernels import HostLayout, Plan, PlaneTransfer, movers, planner
 from hicache_kernels.checks import CHECK_VARIABLE
 from hicache_kernels.staging import Direction, StagingRing
 from hicache_kernels.transfer import BOTH_RUNS
@@ -163,6 +163,23 @@ def test_copies_of_several_layers_fill_every_row(pools, gpu, layout, most):
     pool.check_load(pool.slots(host), device, load, wait)
 
 
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ahead", "each"), [(1, 2), (2, 4), (1, 13), (0, 13), (3, 4)])
+@pytest.mark.parametrize("layer_events", [False, True])
+def test_layers_that_go_ahead_and_those_that_follow_all_come(
+    pools, gpu, monkeypatch, layout, ahead, each, layer_events
+):
+    plan = Plan("staged", "by the test", 1.0, 2, each, direct_layers=ahead, in_order=each < 13)
+    monkeypatch.setattr(planner, "plan_load", lambda *_, **__: plan)
+    pool = pools.random_pool(
+        layout, random.choice([(64, 128), (1024, 1024)]), layers=13, pages=40, page_size=2, device=gpu
+    )
+    transfer = PlaneTransfer(pool.planes, ring=StagingRing(gpu, pages=16))
+    host, device = pools.random_pages(40, 37, runs=True), pool.slots(torch.randperm(41)[:37])
+    pool.check_load(pool.slots(host), device, transfer.load, wait, layer_events=layer_events)
+
+
 @pytest.mark.parametrize("policy", PATHS)
 @pytest.mark.parametrize("to_device", [False, True])
 def test_an_operation_of_a_new_shape_does_not_wait_for_the_stream(pools, gpu, policy, to_device):
@@ -261,11 +278,15 @@ def test_work_after_a_load_on_the_current_stream_sees_the_rows(pools, gpu, polic
     assert all(int(tensor[: 64 * 8].min()) == int(tensor[: 64 * 8].max()) == 5 for tensor in seen)
 
 
-@pytest.mark.parametrize("policy", PATHS)
-def test_layer_events_are_recorded_in_order_and_behind_their_rows(pools, gpu, policy):
+@pytest.mark.parametrize("policy", [*PATHS, "ahead"])
+def test_layer_events_are_recorded_in_order_and_behind_their_rows(pools, gpu, monkeypatch, policy):
+    if policy == "ahead":
+        plan = Plan("staged", "by the test", 1.0, 2, 2, direct_layers=2)
+        monkeypatch.setattr(planner, "plan_load", lambda *_, **__: plan)
+        policy = "auto"
     pool = pools.random_pool("page_first_direct", (2048, 2048), layers=6, pages=64, page_size=8, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy=policy)
-    host, device = pool.slots(torch.arange(64)), pool.slots(torch.arange(64))
+    host, device = pool.slots(torch.arange(64)), pool.slots(torch.arange(64)).to(gpu)
     transfer.load(host, device)
     wait()
     pool.host[0].fill_(5)

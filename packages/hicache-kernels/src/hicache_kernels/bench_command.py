@@ -73,9 +73,12 @@ def _read_report(path: Path) -> Report:
 def _measure(device: str | None, size: int, repeats: int, *, quick: bool, interference: bool, build: bool) -> Report:
     where = find_device(device)
     from .bench import direct_grid, grid, quick_grid, run_benchmark
-    from .bench.cases import quota_grid
+    from .bench.cases import PLAIN, Case, disturbing_cases, quota_grid
 
-    cases = (*quick_grid(), *direct_grid((128, 2048))) if quick else (*grid(), *direct_grid(), *quota_grid())
+    cases: tuple[Case, ...] = (*quick_grid(), *direct_grid((128, 2048)))
+    if not quick:
+        beside = (case for case in disturbing_cases() if case.policy != PLAIN)
+        cases = tuple(dict.fromkeys((*grid(), *direct_grid(), *quota_grid(), *beside)))
     with errors.status("starting") as status:
         return run_benchmark(
             [case for case in cases if case.page_bytes <= size],
@@ -138,18 +141,20 @@ def _transfer_table(report: Report) -> Table:
 
 
 def _disturbance_table(report: Report) -> Table:
+    from .bench.targets import describe
+
     table = Table(
         "graph",
-        "direction",
+        "transfer",
         "path",
-        Column("CTAs", justify="right"),
         Column("time", justify="right"),
+        Column("of plain copy", justify="right"),
         Column("ratio", justify="right"),
         title="graphs next to transfers",
     )
     for d in report.disturbances:
-        quota = "" if d.block_quota is None else str(d.block_quota)
-        table.add_row(d.workload, d.direction.value, d.policy, quota, f"x {d.slowdown:.3f}", f"{d.ratio:.3f}")
+        figures = f"x {d.slowdown:.3f}", f"x {d.of_plain:.3f}", f"{d.ratio:.3f}"
+        table.add_row(d.workload, describe(d.case), d.path, *figures)
     return table
 
 

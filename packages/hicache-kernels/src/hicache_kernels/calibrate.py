@@ -19,7 +19,7 @@ import torch
 
 from .build import build_lock, cache_directory
 from .compilers import write_atomically
-from .constants import CPU, H200, DeviceConstants, DirectionConstants
+from .constants import CPU, H200, DeviceConstants, DirectionConstants, ModelLoss
 from .layout import HostLayout, host_strides
 from .plane import DeviceRows, HostRows, Plane
 from .probe import warn_once
@@ -29,7 +29,7 @@ from .trusted_files import UntrustedPathError, read_text
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 9
+FORMAT = 10
 BUFFER_BYTES = 64 << 20
 PAGE_BYTES = 32 << 10
 ROW_BYTES = 512
@@ -152,7 +152,11 @@ def constants_from_fields(fields: dict[str, Any]) -> DeviceConstants:
             table: tuple((int(key), float(value)) for key, value in fields[name][table])
             for table in ("width_efficiency", "direct_rates")
         }
-        return DirectionConstants(**{**fields[name], **tables})
+        losses = {
+            "staged_loss": ModelLoss(**fields[name]["staged_loss"]),
+            "direct_losses": tuple((int(ctas), ModelLoss(**loss)) for ctas, loss in fields[name]["direct_losses"]),
+        }
+        return DirectionConstants(**{**fields[name], **tables, **losses})
 
     return DeviceConstants(**{**fields, "write_back": direction("write_back"), "load": direction("load")})
 
@@ -322,6 +326,8 @@ class _Probe:
             copy_seconds=defaults.copy_seconds,
             copy_2d_seconds=defaults.copy_2d_seconds,
             width_efficiency=defaults.width_efficiency,
+            staged_loss=defaults.staged_loss,
+            direct_losses=defaults.direct_losses,
             direct_rates=tuple((ctas, timing.bytes / timing.seconds) for ctas, timing in direct),
         )
 

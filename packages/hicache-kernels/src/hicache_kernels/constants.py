@@ -4,12 +4,46 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 NEAR_FULL_RATE = 0.95
 """Share of the best rate of the main module that its default number of CTAs reaches."""
 DIRECT_CEILING = 0.93
 """Share of a plain copy that SM-driven transfers reach at most (0.92 to 0.94 on an H200): calibration moves so little
 that the caches of the CPU hold it, and finds more."""
+
+
+class Compute(StrEnum):
+    """What the model computes while bytes move."""
+
+    PREFILL = "prefill"
+    """Matrix products of thousands of tokens, bound by the SMs."""
+    DECODE = "decode"
+    """Products of few tokens, bound by the device's memory."""
+    IDLE = "idle"
+    """Nothing that a transfer could disturb."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoss:
+    """What a model loses while bytes move: a share of its time, from 0 to 1, on top of what a plain copy takes from it.
+
+    A step that takes 1.25 times as long beside a transfer as beside a plain copy loses 0.2 of its time.
+
+    Attributes
+    ----------
+    prefill, decode
+        By what it computes, :class:`Compute`.
+    """
+
+    prefill: float
+    decode: float
+
+    def during(self, compute: Compute | None) -> float:
+        """Share of its time that a model loses; where nobody says what it computes, that of decode steps, its most."""
+        if compute is Compute.IDLE:
+            return 0.0
+        return self.prefill if compute is Compute.PREFILL else self.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +62,10 @@ class DirectionConstants:
         ``(width, fraction)`` pairs by rising width in bytes: share of the bandwidth that 2-D copies of it reach.
     direct_rates
         ``(ctas, bytes per second)`` pairs by rising CTAs: what the main module moves with that many.
+    staged_loss
+        What a model loses beside staged transfers.
+    direct_losses
+        ``(ctas, loss)`` pairs by rising CTAs: what it loses beside direct transfers of so many CTAs.
     """
 
     copy_bytes_per_second: float
@@ -37,12 +75,19 @@ class DirectionConstants:
     copy_2d_seconds: float
     width_efficiency: tuple[tuple[int, float], ...]
     direct_rates: tuple[tuple[int, float], ...]
+    staged_loss: ModelLoss = ModelLoss(0.0, 0.0)
+    direct_losses: tuple[tuple[int, ModelLoss], ...] = ()
 
     @property
     def default_ctas(self) -> int:
         """Fewest measured CTAs that come near the best rate: each more takes an SM from the model for little."""
         enough = NEAR_FULL_RATE * max(rate for _, rate in self.direct_rates)
         return next(ctas for ctas, rate in self.direct_rates if rate >= enough)
+
+    def loss(self, ctas: int) -> ModelLoss:
+        """Loss of a model beside a direct transfer of ``ctas`` CTAs: as beside the next measured number of them."""
+        at_least = (loss for measured, loss in self.direct_losses if measured >= ctas)
+        return next(at_least, self.direct_losses[-1][1] if self.direct_losses else ModelLoss(0.0, 0.0))
 
     def efficiency(self, width: int) -> float:
         """Share of the bandwidth of 2-D copies ``width`` bytes wide, by its logarithm between measured widths."""
@@ -115,18 +160,32 @@ H200 = DeviceConstants(
         batch_copy_seconds=0.06e-6,
         batch_submit_seconds=0.8e-6,
         copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
+        copy_2d_seconds=5.0e-6,
         width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 41.8e9), (2, 51.9e9), (4, 51.9e9), (8, 51.9e9)),
+        staged_loss=ModelLoss(0.016, 0.029),
+        direct_losses=(
+            (1, ModelLoss(0.19, 0.01)),
+            (2, ModelLoss(0.47, 0.64)),
+            (4, ModelLoss(0.66, 0.79)),
+            (8, ModelLoss(0.70, 0.80)),
+        ),
     ),
     load=DirectionConstants(
         copy_bytes_per_second=55.2e9,
         batch_copy_seconds=0.06e-6,
         batch_submit_seconds=1.0e-6,
         copy_seconds=2.5e-6,
-        copy_2d_seconds=3.0e-6,
+        copy_2d_seconds=5.0e-6,
         width_efficiency=_H200_WIDTHS,
         direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
+        staged_loss=ModelLoss(0.002, 0.027),
+        direct_losses=(
+            (1, ModelLoss(0.21, 0.002)),
+            (2, ModelLoss(0.23, 0.02)),
+            (4, ModelLoss(0.32, 0.20)),
+            (8, ModelLoss(0.45, 0.36)),
+        ),
     ),
     launch_seconds=14e-6,
     relayout_bytes_per_second=1.3e12,

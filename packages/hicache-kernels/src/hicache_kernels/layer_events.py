@@ -20,6 +20,10 @@ class LayerEvents(NamedTuple):
         """Return the first ``count`` of them."""
         return LayerEvents(self.events[:count], self.handles[:count])
 
+    def rest(self, count: int) -> LayerEvents:
+        """Return all but the first ``count``."""
+        return LayerEvents(self.events[count:], self.handles[count:])
+
 
 class SpareEvents:
     """Events for the next load of one pool, made at the end of the load before.

@@ -13,7 +13,7 @@ import tvm_ffi
 from .layer_events import NO_HANDLES, LayerEvents
 from .pieces import staging_layout
 from .plane import Plane
-from .planner import BULK_MULTIPLE, layer_groups
+from .planner import BULK_LOAD_ROW_BYTES, BULK_MULTIPLE, layer_groups
 from .rows import STAGED_ALIGNMENT, RowTables, build_tables, copy_strides, kernel_strides
 from .staging import Direction, StagingRing
 from .streams import own_stream
@@ -27,10 +27,6 @@ BULK_SHARED_BYTES = 160 << 10
 """Shared memory of a CTA that moves rows as bulk copies (sm_90 and later): two cover what the bus has under way."""
 BULK_BLOCKS = 2
 """CTAs from which bulk copies pay."""
-BULK_LOAD_ROW_BYTES = 256
-"""Rows from which a direct load goes by bulk copies: with 2 CTAs rows of 1024 bytes and more reach 0.92 of the bus,
-where the row kernel makes 0.83; rows of 256 bytes reach 0.91 with 4, the row kernel 0.90. Rows of 576 bytes, which
-split packets, reached 0.84 with 8, the row kernel 0.92 (tuning runs on an H200)."""
 STAGED_THREADS = 1024
 """Threads of a CTA of a re-layout or scatter kernel, which runs on all SMs for a short time."""
 MIN_COPY_BYTES = 2 << 20
@@ -335,18 +331,20 @@ class StagedMover:
         first_layer: int,
         end_layer: int,
         layers_each: int = 1,
+        moved: int = 0,
         copy_events: torch.Tensor = NO_HANDLES,
     ) -> int:
         """Queue the load of layers ``first_layer`` to ``end_layer - 1`` in order; returns the number of copies.
 
         Copies take up to ``layers_each`` layers at once, the first ones fewer: one, one, two, four, and so on, so that
-        no layer is ready later than when twice as much as it needs has crossed the bus. ``copy_events`` holds handles
+        no layer is ready later than when twice as much as it needs has crossed the bus; where ``moved`` layers have
+        gone before them, the first copies take as many. ``copy_events`` holds handles
         of events, int64 on CPU, recorded on ``stream`` after the rows of each of these copies, as many as
         :func:`~hicache_kernels.planner.layer_steps` gives; or none. Other parameters are those of :meth:`write_back`.
         """
         lane = self.load_lane
         copies = step = 0
-        for start, end, each in layer_groups(first_layer, end_layer, layers_each):
+        for start, end, each in layer_groups(first_layer, end_layer, layers_each, moved):
             events, steps = copy_events, (end - start) // each
             if copy_events.shape[0]:
                 events = copy_events[step : step + steps]

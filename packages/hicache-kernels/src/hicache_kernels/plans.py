@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from . import planner
-from .constants import DeviceConstants
+from .constants import Compute, DeviceConstants
 from .layout import HostLayout, HostStrides
 from .paths import PlanePaths
 from .plane import Plane
@@ -73,13 +73,14 @@ class OperationPlans:
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
         layer_by_layer: bool = False,
+        compute: Compute | str | None = None,
     ) -> planner.Plan:
         """Return the plan of an operation; errors as of :func:`hicache_kernels.planner.plan_write_back`."""
-        key = (direction, pages, runs, policy, block_quota, layer_by_layer)
+        key = (direction, pages, runs, policy, block_quota, layer_by_layer, compute)
         known = self._known.get(key)
         if known is not None and type(block_quota) in (int, type(None)):
             return known
-        plan = self._plan(direction, pages, runs, policy, block_quota, layer_by_layer)
+        plan = self._plan(direction, pages, runs, policy, block_quota, layer_by_layer, compute)
         if self._constants is not None:
             if len(self._known) >= MAX_PLANS:
                 self._known.clear()
@@ -94,6 +95,7 @@ class OperationPlans:
         policy: TransferPolicy | str | None,
         block_quota: int | None,
         layer_by_layer: bool,
+        compute: Compute | str | None,
     ) -> planner.Plan:
         work = planner.Work(
             self._layout,
@@ -115,6 +117,7 @@ class OperationPlans:
                 available=available,
                 policy=chosen,
                 block_quota=block_quota,
+                compute=compute,
                 staging_bytes=staging_bytes,
             )
         return planner.plan_load(
@@ -123,6 +126,7 @@ class OperationPlans:
             available=available,
             policy=chosen,
             block_quota=block_quota,
+            compute=compute,
             staging_bytes=staging_bytes,
             layer_by_layer=layer_by_layer,
         )

@@ -1,5 +1,6 @@
 """Every public name of the package, which imports this module when the first of them is used."""
 
+from .constants import Compute
 from .layout import HostLayout, HostStrides, host_bytes, host_strides
 from .plane import DeviceRows, HostRows, Plane
 from .planner import PathUnavailableError, Plan
@@ -9,6 +10,7 @@ from .transfer import Capabilities, PlaneTransfer, TransferPolicy, TransferResul
 
 __all__ = [
     "Capabilities",
+    "Compute",
     "DeviceRows",
     "Direction",
     "HostLayout",

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from . import reference
-from .constants import DeviceConstants
+from .constants import Compute, DeviceConstants
 from .indices import OperationIndices
 from .layer_events import LayerEvents, SpareEvents
 from .paths import PlanePaths
 from .plane import Plane, check_planes
-from .planner import DIRECT, REFERENCE, Plan, layer_steps
+from .planner import DIRECT, REFERENCE, Plan, layer_steps, moved_before
 from .plans import OperationPlans
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
 from .staging import Direction, StagingRing, canonical_device
@@ -124,13 +124,22 @@ class PlaneTransfer:
             self._paths.build_error(),
         )
 
-    def plan(self, direction: Direction, *, pages: int, runs: int, layer_by_layer: bool = False) -> Plan:
+    def plan(
+        self,
+        direction: Direction,
+        *,
+        pages: int,
+        runs: int,
+        layer_by_layer: bool = False,
+        compute: Compute | str | None = None,
+    ) -> Plan:
         """Path an operation of ``pages`` host pages in ``runs`` runs would take under the pool's policy, and why.
 
-        ``layer_by_layer`` for loads whose layers are calls of their own, rather than one call with events.
+        ``layer_by_layer`` for loads whose layers are calls of their own, rather than one call with events; ``compute``
+        as in :meth:`write_back`.
         """
         pages, runs = whole("pages", pages, least=0), whole("runs", runs, least=0)
-        return self._plans.find(direction, pages, runs, layer_by_layer=layer_by_layer)
+        return self._plans.find(direction, pages, runs, layer_by_layer=layer_by_layer, compute=compute)
 
     # ---- operations
 
@@ -141,6 +150,7 @@ class PlaneTransfer:
         *,
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Queue the copy of all layers of ``device_indices`` to ``host_indices`` after the current stream's work.
 
@@ -152,6 +162,9 @@ class PlaneTransfer:
             device allow the direct path only. Under graph capture both lie on the device.
         policy, block_quota
             Override the pool's policy; cap the CTAs a direct transfer may hold.
+        compute
+            What the model computes meanwhile, where the caller knows: ``"prefill"``, ``"decode"``, ``"idle"``. What
+            each way would take from it counts as its cost.
 
         Raises
         ------
@@ -163,10 +176,12 @@ class PlaneTransfer:
         stream = None if self._on_cpu else torch.cuda.current_stream()
         if stream is not None and stream.device != self.device:
             with torch.cuda.device(self.device):
-                return self.write_back(host_indices, device_indices, policy=policy, block_quota=block_quota)
+                return self.write_back(
+                    host_indices, device_indices, policy=policy, block_quota=block_quota, compute=compute
+                )
         reader = self._paths.indices
         indices = reader.read(host_indices, device_indices, stream)
-        plan = self._plan(Direction.WRITE_BACK, indices, policy, block_quota, False)
+        plan = self._plan(Direction.WRITE_BACK, indices, policy, block_quota, False, compute)
         size = indices.page_count * self.page_bytes
         if size == 0:
             return TransferResult(plan.path, "nothing to move", 0, 0)
@@ -214,6 +229,7 @@ class PlaneTransfer:
         layer: int | None = None,
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
         layer_events: bool = False,
     ) -> TransferResult:
         """Queue the copy of one layer (or all, with None) of ``host_indices`` to ``device_indices``.
@@ -223,7 +239,7 @@ class PlaneTransfer:
 
         Parameters
         ----------
-        host_indices, device_indices, policy, block_quota
+        host_indices, device_indices, policy, block_quota, compute
             As in :meth:`write_back`; no device slot twice.
         layer
             Model layer, or None for all.
@@ -250,11 +266,12 @@ class PlaneTransfer:
                     layer=layer,
                     policy=policy,
                     block_quota=block_quota,
+                    compute=compute,
                     layer_events=layer_events,
                 )
         reader = self._paths.indices
         indices = reader.read(host_indices, device_indices, stream, keep=layer is not None)
-        plan = self._plan(Direction.LOAD, indices, policy, block_quota, layer is not None)
+        plan = self._plan(Direction.LOAD, indices, policy, block_quota, layer is not None, compute)
         layers = range(self.layers) if layer is None else range(layer, layer + 1)
         size = indices.page_count * self.page_bytes // self.layers * len(layers)
         if size == 0:
@@ -294,6 +311,23 @@ class PlaneTransfer:
         done = stream.record_event()
         return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, taken.events)
 
+    def _load_ahead(
+        self,
+        host_slots: torch.Tensor,
+        device_slots: torch.Tensor,
+        layers: range,
+        events: LayerEvents,
+        blocks: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Queue the first layers of a staged load directly; its copies, which wait for the stream, follow them."""
+        direct = self._paths.direct
+        if stream is not None and events.events:
+            direct.load_with_events(host_slots, device_slots, layers, events, blocks, stream)
+            return
+        for layer in layers:
+            direct.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks, stream=stream)
+
     def _load_staged(
         self,
         indices: OperationIndices,
@@ -325,23 +359,30 @@ class PlaneTransfer:
                         stream.wait_event(ready)
                     reason = f"{plan.reason}; {BOTH_RUNS}"
                     return TransferResult(plan.path, reason, size, indices.runs, ready, ready, copies, taken.events)
-            steps = layer_steps(layers.start, layers.stop, plan.layers_each) if with_events else []
+            ahead = plan.direct_layers
+            moved = moved_before(ahead, plan.layers_each, self.layers)
+            steps = layer_steps(layers.start + ahead, layers.stop, plan.layers_each, moved) if with_events else []
             if not taken.events:
-                taken = self._spare_events.take(len(steps), stream)
-            taken = taken.first(len(steps))
+                taken = self._spare_events.take(ahead + len(steps) if with_events else 0, stream)
+            first, rest = taken.first(ahead), taken.rest(ahead).first(len(steps))
+            host_slots, device_slots = self._paths.indices.on_device(indices, stream, both=ahead > 0)
+            if ahead:
+                self._load_ahead(host_slots, device_slots, layers[:ahead], first, plan.block_quota, stream)
             copies = staged.load(
                 pages,
-                self._paths.indices.on_device(indices, stream, both=False)[1],
+                device_slots,
                 stream,
-                first_layer=layers.start,
+                first_layer=layers.start + ahead,
                 end_layer=layers.stop,
                 layers_each=plan.layers_each,
-                copy_events=taken.handles,
+                moved=moved,
+                copy_events=rest.handles,
             )
             ready = staged.load_lane.copies_done()
         released = None if stream is None else stream.record_event()
         # Layers that one copy brings are filled at once, and share its event.
-        events = tuple(event for event, each in zip(taken.events, steps, strict=True) for _ in range(each))
+        by_copies = (event for event, each in zip(rest.events, steps, strict=True) for _ in range(each))
+        events = (*first.events, *by_copies)
         return TransferResult(plan.path, plan.reason, size, indices.runs, released, ready, copies, events)
 
     def _plan(
@@ -351,7 +392,10 @@ class PlaneTransfer:
         policy: TransferPolicy | str | None,
         block_quota: int | None,
         layer_by_layer: bool,
+        compute: Compute | str | None,
     ) -> Plan:
         if indices.pages is None and transfer_policy(policy or self.policy) is TransferPolicy.AUTO:
             policy = TransferPolicy.DIRECT
-        return self._plans.find(direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer)
+        return self._plans.find(
+            direction, indices.page_count, indices.runs, policy, block_quota, layer_by_layer, compute
+        )

@@ -22,6 +22,7 @@ import torch
 
 from hicache_kernels import (
     Capabilities,
+    Compute,
     HostRows,
     HostStrides,
     Plane,
@@ -63,8 +64,9 @@ class ReferenceTransfer(PlaneTransfer):
         *,
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
-        """Copy all layers; done when it returns. ``policy`` and ``block_quota`` change nothing."""
+        """Copy all layers; done when it returns. ``policy``, ``block_quota`` and ``compute`` change nothing."""
         indices = self._checked(host_indices, device_indices)
         reference.write_back(self.planes, host_indices, device_indices)
         return TransferResult("reference", _REASON, indices.page_count * self.page_bytes, indices.runs)
@@ -77,6 +79,7 @@ class ReferenceTransfer(PlaneTransfer):
         layer: int | None = None,
         policy: TransferPolicy | str | None = None,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
         layer_events: bool = False,
     ) -> TransferResult:
         """Copy one layer, or all with None; done when it returns. The other arguments change nothing."""

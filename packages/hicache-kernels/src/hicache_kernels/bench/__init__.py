@@ -4,7 +4,7 @@ Every figure is the median of repeated operations, as a ratio to a plain pinned 
 undisturbed graph, in the same process.
 """
 
-from .cases import Case, Pattern, direct_grid, grid, quick_grid, quota_grid
+from .cases import Case, Pattern, direct_grid, disturbing_cases, grid, quick_grid, quota_grid
 from .interference import Disturbance, disturbances
 from .measure import Measurement, measure_case
 from .pool import BenchPool, Buffers
@@ -22,6 +22,7 @@ __all__ = [
     "Target",
     "direct_grid",
     "disturbances",
+    "disturbing_cases",
     "evaluate_targets",
     "grid",
     "measure_case",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..layout import HostLayout
@@ -18,6 +18,8 @@ class Pattern(StrEnum):
     """All neighbours: one long run."""
     RUNS_OF_16 = "runs of 16"
     """Runs of 16 neighbouring pages, scattered."""
+    RUNS_OF_80 = "runs of 80"
+    """Runs of 80 neighbouring pages, scattered."""
     SCATTERED = "scattered"
     """No two pages neighbours."""
 
@@ -92,6 +94,11 @@ class Case:
         return self.page_bytes // self.shape.layers
 
 
+def pool_of(case: Case) -> tuple[Shape, int, HostLayout, Pattern]:
+    """Return what two cases of one pool have in common."""
+    return case.shape, case.page_size, case.layout, case.pattern
+
+
 def grid(
     shapes: Sequence[Shape] = SHAPES,
     page_sizes: Sequence[int] = PAGE_SIZES,
@@ -102,8 +109,9 @@ def grid(
 
     Loads of wide ``page_first_direct`` shares also come in runs of 16 pages. Cases of one pool follow each other.
     """
+    patterns = (Pattern.RUN, Pattern.RUNS_OF_16, Pattern.SCATTERED)
     for shape, page_size, layout in itertools.product(shapes, page_sizes, layouts):
-        for direction, pattern in itertools.product(Direction, Pattern):
+        for direction, pattern in itertools.product(Direction, patterns):
             first = Case(shape, page_size, layout, pattern, direction, policies[0])
             if pattern is Pattern.RUNS_OF_16 and not _wide_load(first):
                 continue
@@ -134,6 +142,32 @@ def quota_grid(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:
     """Numbers of CTAs of the direct path, on an idle device."""
     for direction, quota in itertools.product(Direction, quotas):
         yield Case(SHAPES[0], 1, HostLayout.PAGE_FIRST_DIRECT, Pattern.SCATTERED, direction, "direct", quota)
+
+
+PLAIN = "plain copy"
+"""Policy of a case that is one copy of all its bytes, which no transfer can disturb the model less than."""
+
+
+def disturbing_cases(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:
+    """Transfers that are measured next to a model: a run both ways by CTAs, and loads that are hard to place.
+
+    Cases of one pool follow each other, a plain copy first.
+    """
+    page_first, direct = LAYOUTS
+    for direction in Direction:
+        run = Case(SHAPES[0], 16, direct, Pattern.RUN, direction, PLAIN)
+        yield from (run, replace(run, policy="staged"))
+        yield from (replace(run, policy="direct", block_quota=quota) for quota in quotas)
+    for shape, page_size, layout, pattern in (
+        (SHAPES[2], 16, direct, Pattern.SCATTERED),
+        (SHAPES[1], 16, direct, Pattern.SCATTERED),
+        (SHAPES[0], 1, direct, Pattern.RUNS_OF_80),
+        (SHAPES[0], 1, direct, Pattern.SCATTERED),
+        (SHAPES[0], 16, page_first, Pattern.SCATTERED),
+    ):
+        load = Case(shape, page_size, layout, pattern, Direction.LOAD, PLAIN)
+        yield from (load, replace(load, policy="auto"), replace(load, policy="staged"))
+        yield replace(load, policy="direct", block_quota=2)
 
 
 def quick_grid() -> tuple[Case, ...]:

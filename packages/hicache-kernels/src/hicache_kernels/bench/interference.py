@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -12,14 +14,15 @@ import torch
 from ..layout import HostLayout
 from ..planner import PathUnavailableError
 from ..staging import Direction
-from .cases import QUOTAS, SHAPES, Case, Pattern
-from .measure import submit, timing_event
+from .cases import PLAIN, SHAPES, Case, Pattern, pool_of
+from .measure import spin, submit, timing_event
 from .pool import BenchPool, Buffers
 
-PLAIN = "plain copy"
 REPLAYS = 4
+OPERATIONS = 5
+"""Transfers in a row, which last longer than the replays of a graph next to them."""
 DISTURBING = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
-LEAD_SECONDS = 0.001
+LEAD_SECONDS = 0.003
 """Head start of the transfers, so that the graph never runs alone."""
 
 
@@ -31,19 +34,22 @@ class Disturbance:
     ----------
     workload
         ``"prefill"`` or ``"decode"``.
-    direction, policy, block_quota
-        The transfer; policy ``"plain copy"`` is one copy of the whole buffer, which no transfer can disturb less than.
+    case, path
+        The transfer, and the path it took; the policy of a case may be :data:`~hicache_kernels.bench.cases.PLAIN`.
     slowdown
         Time of the graph during the transfer over its time alone; median over alternating measurements.
+    of_plain
+        Time of the graph during the transfer over its time during plain copies of the same bytes. A graph alone may run
+        at other clocks.
     ratio
         Bandwidth of the transfer during the graph, as a share of a plain copy alone.
     """
 
     workload: str
-    direction: Direction
-    policy: str
-    block_quota: int | None
+    case: Case
+    path: str
     slowdown: float
+    of_plain: float
     ratio: float
 
 
@@ -98,92 +104,95 @@ def workloads(device: torch.device) -> tuple[Workload, ...]:
 
 
 def disturbances(
-    buffers: Buffers,
-    plain_seconds: dict[Direction, float],
-    *,
-    repeats: int = 7,
-    operations: int = 5,
-    quotas: Sequence[int] = QUOTAS,
+    buffers: Buffers, plain_seconds: dict[Direction, float], cases: Iterable[Case], *, repeats: int = 7
 ) -> Iterator[Disturbance]:
-    """Measure every workload during staged transfers of a run, and during direct ones by CTA quota."""
+    """Measure every workload during transfers; the cases of a pool follow each other, a plain copy first."""
     device = buffers.device
     if device.type == "cpu":
         return
-    pool = BenchPool.build(DISTURBING, buffers)
-    movers = [(PLAIN, None), ("staged", None), *(("direct", quota) for quota in quotas)]
-    for workload in workloads(device):
+    graphs = workloads(device)
+    for workload in graphs:
         for _ in range(REPLAYS):
             workload.graph.replay()
-        for direction in Direction:
-            for policy, quota in movers:
-                operation = _operation(pool, buffers, direction, policy, quota)
-                try:
-                    operation()
-                except PathUnavailableError:
-                    continue
-                samples = [_during(workload.graph, device, operation, operations) for _ in range(repeats)]
-                yield Disturbance(
-                    workload.name,
-                    direction,
-                    policy,
-                    quota,
-                    median(during / alone for alone, during, _ in samples),
-                    median(plain_seconds[direction] * pool.bytes / buffers.size / moved for _, _, moved in samples),
-                )
+    for (_, direction), group in itertools.groupby(cases, lambda case: (pool_of(case), case.direction)):
+        of_pool = list(group)
+        pool = BenchPool.build(of_pool[0], buffers)
+        for workload in graphs:
+            yield from _beside(workload, of_pool, pool, buffers, plain_seconds[direction], repeats)
 
 
-def _operation(
-    pool: BenchPool, buffers: Buffers, direction: Direction, policy: str, quota: int | None
-) -> Callable[[], torch.cuda.Event | None]:
-    """Make a call that queues one transfer and gives the event of its end, if that is not the current stream's."""
-    if policy == PLAIN:
-        to, of = (buffers.host, buffers.rows) if direction is Direction.WRITE_BACK else (buffers.rows, buffers.host)
+def _beside(
+    workload: Workload, cases: list[Case], pool: BenchPool, buffers: Buffers, plain_seconds: float, repeats: int
+) -> Iterator[Disturbance]:
+    """Measure a workload next to each case of a pool, in turns."""
+    paths: dict[Case, str] = {}
+    for case in cases:
+        with contextlib.suppress(PathUnavailableError):
+            paths[case] = _move(case, pool, buffers, workload.name)[0]
+    samples: dict[Case, list[tuple[float, float, float]]] = {case: [] for case in paths}
+    for _ in range(repeats):
+        for case, found in samples.items():
+            call = functools.partial(_move, case, pool, buffers, workload.name)
+            found.append(_during(workload.graph, buffers.device, call))
+    plain = samples[cases[0]]
+    for case, found in samples.items():
+        yield Disturbance(
+            workload.name,
+            case,
+            paths[case],
+            median(during / alone for alone, during, _ in found),
+            median(mine[1] / other[1] for mine, other in zip(found, plain, strict=True)),
+            median(plain_seconds * pool.bytes / buffers.size / moved for _, _, moved in found),
+        )
 
-        def copy() -> None:
-            to[: pool.bytes].copy_(of[: pool.bytes], non_blocking=True)
 
-        return copy
-    case = replace(DISTURBING, direction=direction, policy=policy, block_quota=quota)
-    return lambda: submit(pool, case).host_ready
+def _move(case: Case, pool: BenchPool, buffers: Buffers, compute: str) -> tuple[str, torch.cuda.Event | None]:
+    """Queue one transfer; return its path, and the event of its end where that is not on the current stream."""
+    if case.policy == PLAIN:
+        load = case.direction is Direction.LOAD
+        to, of = (buffers.rows, buffers.host) if load else (buffers.host, buffers.rows)
+        to[: pool.bytes].copy_(of[: pool.bytes], non_blocking=True)
+        return PLAIN, None
+    result = submit(pool, case, compute)
+    return result.path, result.host_ready
 
 
 def _during(
     graph: torch.cuda.CUDAGraph,
     device: torch.device,
-    operation: Callable[[], torch.cuda.Event | None],
-    operations: int,
+    move: Callable[[], tuple[str, torch.cuda.Event | None]],
 ) -> tuple[float, float, float]:
     """Seconds of a replay alone, during transfers, and of one of these transfers."""
     compute, mover = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def replay(before: Callable[[], None] | None) -> float:
-        start, end = timing_event(), timing_event()
-        torch.cuda.synchronize(device)
-        if before is not None:
-            before()
-            time.sleep(LEAD_SECONDS)
-        with torch.cuda.stream(compute):
-            start.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3 / REPLAYS
-
     begin, done = timing_event(), timing_event()
 
-    def move() -> None:
+    def move_all() -> None:
         with torch.cuda.stream(mover):
             begin.record()
-            for _ in range(operations):
-                ready = operation()
+            for _ in range(OPERATIONS):
+                _, ready = move()
             if ready is not None:
                 mover.wait_event(ready)
             done.record()
 
+    def replay(beside: Callable[[], None] | None) -> float:
+        start, end = timing_event(), timing_event()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(compute):
+            spin(LEAD_SECONDS)
+            start.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+        # Queued last: a transfer that keeps the thread busy for long would otherwise be over before the graph starts.
+        if beside is not None:
+            beside()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3 / REPLAYS
+
     alone = replay(None)
-    during = replay(move)
-    return alone, during, begin.elapsed_time(done) / 1e3 / operations
+    during = replay(move_all)
+    return alone, during, begin.elapsed_time(done) / 1e3 / OPERATIONS
 
 
 def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -> Duplex | None:

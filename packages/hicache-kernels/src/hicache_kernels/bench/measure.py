@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from ..constants import Compute
 from ..planner import PathUnavailableError
 from ..staging import Direction, canonical_device
 from ..streams import own_stream
@@ -93,7 +94,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
         return time.perf_counter() - begin
     torch.cuda.synchronize(device)
     start, end = timing_event(), timing_event()
-    _spin(MIN_SPIN_SECONDS)
+    spin(MIN_SPIN_SECONDS)
     start.record()
     call()
     end.record()
@@ -107,17 +108,18 @@ def timing_event() -> torch.cuda.Event:
     return event
 
 
-def submit(pool: BenchPool, case: Case) -> TransferResult:
+def submit(pool: BenchPool, case: Case, compute: Compute | str | None = None) -> TransferResult:
     """Call the transfer of a case; a load is one of all layers in order, with an event after each."""
     if case.direction is Direction.WRITE_BACK:
         return pool.transfer.write_back(
-            pool.host_indices, pool.device_indices, policy=case.policy, block_quota=case.block_quota
+            pool.host_indices, pool.device_indices, policy=case.policy, block_quota=case.block_quota, compute=compute
         )
     return pool.transfer.load(
         pool.host_indices,
         pool.device_indices,
         policy=case.policy,
         block_quota=case.block_quota,
+        compute=compute,
         layer_events=case.layer_by_layer,
     )
 
@@ -129,7 +131,8 @@ def _sample_on_cpu(pool: BenchPool, case: Case) -> _Sample:
     return _Sample(seconds, seconds, seconds, seconds)
 
 
-def _spin(seconds: float) -> None:
+def spin(seconds: float) -> None:
+    """Keep the current stream busy."""
     torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
@@ -140,7 +143,7 @@ def _sample_on_gpu(
     start, first, released, ready = (timing_event() for _ in range(4))
     torch.cuda.synchronize(device)
     if busy:
-        _spin(busy)
+        spin(busy)
     start.record()
     begin = time.perf_counter()
     result = submit(pool, case)

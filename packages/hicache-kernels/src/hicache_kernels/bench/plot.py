@@ -66,9 +66,13 @@ def _draw_bandwidth(axis: Any, report: Report, direction: Direction) -> None:
 def _draw_disturbances(axis: Any, report: Report) -> None:
     for workload, line in (("prefill", "-"), ("decode", "--")):
         for direction, colour in zip(Direction, ("#cc79a7", "#56b4e9"), strict=True):
-            found = [d for d in report.disturbances if (d.workload, d.direction) == (workload, direction)]
+            found = [
+                d
+                for d in report.disturbances
+                if (d.workload, d.case.direction, d.case.pattern) == (workload, direction, Pattern.RUN)
+            ]
             label = f"{workload}, {direction.value.replace('_', '-')}"
-            direct = sorted((d.block_quota or 0, d.slowdown, d.ratio) for d in found if d.policy == "direct")
+            direct = sorted((d.case.block_quota or 0, d.slowdown, d.ratio) for d in found if d.case.policy == "direct")
             if direct:
                 axis.plot(
                     [ratio for _, _, ratio in direct],
@@ -80,7 +84,7 @@ def _draw_disturbances(axis: Any, report: Report) -> None:
                 )
                 for quota, slowdown, ratio in direct:
                     axis.annotate(str(quota), (ratio, slowdown), fontsize=7)
-            for staged in (d for d in found if d.policy == "staged"):
+            for staged in (d for d in found if d.case.policy == "staged"):
                 axis.scatter([staged.ratio], [staged.slowdown], marker="*", s=90, color=colour)
     axis.axhline(1.0, color="grey", linewidth=0.8)
     axis.set_xlabel("bandwidth of the transfer during the graph")

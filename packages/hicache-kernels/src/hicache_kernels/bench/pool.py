@@ -13,7 +13,7 @@ from ..staging import StagingRing
 from ..transfer import PlaneTransfer
 from .cases import Case, Pattern
 
-RUN_PAGES = 16
+RUN_PAGES = {Pattern.RUNS_OF_16: 16, Pattern.RUNS_OF_80: 80}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +125,11 @@ def host_pages(pattern: Pattern, pages: int) -> torch.Tensor:
     """Order of ``pages`` host pages in a pattern, int64."""
     if pattern is Pattern.RUN:
         return torch.arange(pages)
-    if pattern is Pattern.RUNS_OF_16:
-        runs = torch.randperm(pages // RUN_PAGES)
-        rest = torch.arange(pages // RUN_PAGES * RUN_PAGES, pages)
-        return torch.cat([(runs[:, None] * RUN_PAGES + torch.arange(RUN_PAGES)).reshape(-1), rest])
+    length = RUN_PAGES.get(pattern)
+    if length is not None:
+        runs = torch.randperm(pages // length)
+        rest = torch.arange(pages // length * length, pages)
+        return torch.cat([(runs[:, None] * length + torch.arange(length)).reshape(-1), rest])
     # Random, with every even page ahead of every odd one: none is followed by its neighbour.
     even, odd = torch.arange(0, pages, 2), torch.arange(1, pages, 2)
     return torch.cat([even[torch.randperm(even.numel())], odd[torch.randperm(odd.numel())]])

@@ -21,7 +21,7 @@ from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
 from ..validation import whole
 from .builds import cold_build_seconds
-from .cases import SHAPES, Case, Pattern, Shape
+from .cases import SHAPES, Case, Pattern, Shape, disturbing_cases, pool_of
 from .interference import Disturbance, Duplex, disturbances, measure_duplex
 from .measure import Measurement, measure_case, plain_copy_samples
 from .pool import BenchPool, Buffers
@@ -89,7 +89,7 @@ class Report:
         if fields["full_staging"] is not None:
             fields["full_staging"] = _case_result(fields["full_staging"])
         fields["disturbances"] = [
-            Disturbance(**{**entry, "direction": Direction(entry["direction"])}) for entry in fields["disturbances"]
+            Disturbance(**{**entry, "case": _case(entry["case"])}) for entry in fields["disturbances"]
         ]
         if fields["duplex"] is not None:
             fields["duplex"] = Duplex(**fields["duplex"])
@@ -97,19 +97,18 @@ class Report:
 
 
 def _case_result(entry: dict[str, Any]) -> CaseResult:
-    case = entry["case"]
-    return CaseResult(
-        Case(
-            Shape(**case["shape"]),
-            case["page_size"],
-            HostLayout(case["layout"]),
-            Pattern(case["pattern"]),
-            Direction(case["direction"]),
-            case["policy"],
-            case["block_quota"],
-            case["layer_by_layer"],
-        ),
-        Measurement(**entry["measurement"]),
+    return CaseResult(_case(entry["case"]), Measurement(**entry["measurement"]))
+
+
+def _case(fields: dict[str, Any]) -> Case:
+    return Case(
+        **{
+            **fields,
+            "shape": Shape(**fields["shape"]),
+            "layout": HostLayout(fields["layout"]),
+            "pattern": Pattern(fields["pattern"]),
+            "direction": Direction(fields["direction"]),
+        }
     )
 
 
@@ -157,7 +156,7 @@ def run_benchmark(
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
     attempts = 1 if device.type == "cpu" else MAX_ATTEMPTS
-    for (shape, page_size, layout, _), group in itertools.groupby(cases, _pool_of):
+    for (shape, page_size, layout, _), group in itertools.groupby(cases, pool_of):
         progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
         report.cases += _measure_pool(list(group), buffers, constants, copies, repeats, attempts)
     plain = {direction: median(samples) for direction, samples in copies.items()}
@@ -172,16 +171,12 @@ def run_benchmark(
     report.full_staging = _full_staging(buffers, report, repeats)
     if interference:
         progress("graphs next to transfers")
-        report.disturbances = list(disturbances(buffers, plain, repeats=repeats))
+        report.disturbances = list(disturbances(buffers, plain, disturbing_cases(), repeats=repeats))
     del buffers
     if device.type != "cpu":
         progress("both directions at once")
         report.duplex = measure_duplex(Buffers.allocate(2 * size, device), repeats=repeats)
     return report
-
-
-def _pool_of(case: Case) -> tuple[Shape, int, HostLayout, Pattern]:
-    return case.shape, case.page_size, case.layout, case.pattern
 
 
 def _measure_pool(

@@ -159,9 +159,20 @@ def _load_targets(cases: Sequence[CaseResult]) -> Iterator[Target]:
 def _overlap_targets(report: Report) -> Iterator[Target]:
     both = [] if report.duplex is None else [(report.duplex.ratio, "both directions")]
     yield _target("both directions at once, staged, runs: of two plain copies", 0.95, both)
-    staged = [d for d in report.disturbances if d.policy == "staged"]
-    slowdowns = [(d.slowdown, f"{d.workload}, {d.direction.value}") for d in staged]
-    yield _target("graph next to a staged transfer: of its time alone", 1.03, slowdowns, at_least=False)
+    runs = [d for d in report.disturbances if d.case.policy == "staged" and d.case.pattern is Pattern.RUN]
+    slowdowns = [(d.slowdown, f"{d.workload}, {d.case.direction.value}") for d in runs]
+    yield _target("graph next to a staged transfer of a run: of its time alone", 1.03, slowdowns, at_least=False)
+    loads = [d for d in report.disturbances if d.case.policy == "auto" and d.case.direction is Direction.LOAD]
+    decode = [d for d in loads if d.workload == "decode"]
+    prefill = [d for d in loads if d.workload == "prefill"]
+    what = "decode next to an auto load"
+    slowdowns = [(d.slowdown, describe(d.case)) for d in decode]
+    yield _target(f"{what}: of its time alone", 1.06, slowdowns, at_least=False)
+    yield _target(f"{what}: bandwidth of the load", 0.85, [(d.ratio, describe(d.case)) for d in decode])
+    for path, limit in (("staged", 1.05), ("direct", 1.25)):
+        slowdowns = [(d.of_plain, describe(d.case)) for d in prefill if d.path == path]
+        what = f"prefill next to an auto load that goes {path}: of its time next to a plain copy"
+        yield _target(what, limit, slowdowns, at_least=False)
 
 
 def _build_targets(report: Report) -> Iterator[Target]:

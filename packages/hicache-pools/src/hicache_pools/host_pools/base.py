@@ -11,6 +11,7 @@ import torch
 
 from hicache_kernels import (
     Capabilities,
+    Compute,
     HostLayout,
     HostRows,
     Plane,
@@ -285,6 +286,7 @@ class HostPool:
         io_backend: str = "kernel",
         *,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Queue the copy of all layers of device slots to host slots, drafts included.
 
@@ -301,6 +303,9 @@ class HostPool:
         block_quota
             Most CTAs that may hold SMs while bytes cross the bus; 0 forbids it, as ``"direct"`` does, and None takes
             the measured trade of bandwidth and SMs. A ``transfer_policy`` of ``"direct"`` gives way to 0.
+        compute
+            What the model computes meanwhile, where it is known: ``"prefill"``, ``"decode"``, ``"idle"``. What each way
+            would take from it counts as its cost.
 
         Returns
         -------
@@ -311,7 +316,7 @@ class HostPool:
         policy, quota = self._terms(io_backend, block_quota)
         with self._gate:
             rows = self._rows(host_indices, device_indices)
-            result = self.transfer.write_back(rows.host, rows.device, policy=policy, block_quota=quota)
+            result = self.transfer.write_back(rows.host, rows.device, policy=policy, block_quota=quota, compute=compute)
             return self._gate.track(result)
 
     def load_to_device_per_layer(
@@ -324,6 +329,7 @@ class HostPool:
         *,
         is_draft: bool = False,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Queue the copy of one layer of host slots to device slots.
 
@@ -335,7 +341,7 @@ class HostPool:
             As in :meth:`backup_from_device_all_layer`.
         layer_id
             Layer of the device pool, from 0; with ``is_draft``, layer of the drafts, from the first draft's first.
-        io_backend, block_quota
+        io_backend, block_quota, compute
             As in :meth:`backup_from_device_all_layer`.
         is_draft
             Whether the layer is a packed draft's.
@@ -344,7 +350,9 @@ class HostPool:
         policy, quota = self._terms(io_backend, block_quota)
         with self._gate:
             rows = self._rows(host_indices, device_indices)
-            result = self.transfer.load(rows.host, rows.device, layer=layer, policy=policy, block_quota=quota)
+            result = self.transfer.load(
+                rows.host, rows.device, layer=layer, policy=policy, block_quota=quota, compute=compute
+            )
             return self._gate.track(result)
 
     def load_to_device_all_layer(
@@ -356,6 +364,7 @@ class HostPool:
         *,
         layer_events: bool = False,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Queue the copy of all layers of host slots to device slots, drafts included.
 
@@ -367,7 +376,7 @@ class HostPool:
         with self._gate:
             rows = self._rows(host_indices, device_indices)
             result = self.transfer.load(
-                rows.host, rows.device, layer_events=layer_events, policy=policy, block_quota=quota
+                rows.host, rows.device, layer_events=layer_events, policy=policy, block_quota=quota, compute=compute
             )
             return self._gate.track(result)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hicache_kernels import Capabilities, HostLayout, TransferResult
+from hicache_kernels import Capabilities, Compute, HostLayout, TransferResult
 from hicache_kernels.validation import one_of, whole
 
 from ..device_pools import DevicePool
@@ -51,6 +51,7 @@ class NullPoolHost(HostPool):
         io_backend: str = "kernel",
         *,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()
@@ -66,6 +67,7 @@ class NullPoolHost(HostPool):
         *,
         is_draft: bool = False,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()
@@ -80,6 +82,7 @@ class NullPoolHost(HostPool):
         *,
         layer_events: bool = False,
         block_quota: int | None = None,
+        compute: Compute | str | None = None,
     ) -> TransferResult:
         """Move nothing."""
         self._gate.check_open()

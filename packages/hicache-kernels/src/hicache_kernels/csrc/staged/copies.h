@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <utility>
 #include <vector>
 
 namespace hicache {
@@ -15,12 +17,39 @@ struct Axis {
   int64_t staging_stride;
 };
 
+// The axes of a lattice, in place: a vector would take memory for every run of every copy.
+class Axes {
+ public:
+  Axes(std::initializer_list<Axis> axes) {
+    for (const Axis& axis : axes) {
+      if (axis.count != 1) axes_[size_++] = axis;
+    }
+  }
+
+  Axis* begin() { return axes_; }
+  Axis* end() { return axes_ + size_; }
+  bool empty() const { return size_ == 0; }
+  size_t size() const { return size_; }
+  Axis& operator[](size_t i) { return axes_[i]; }
+  Axis& front() { return axes_[0]; }
+  Axis& back() { return axes_[size_ - 1]; }
+  void pop_back() { --size_; }
+  void erase(size_t at) {
+    std::copy(begin() + at + 1, end(), begin() + at);
+    --size_;
+  }
+
+ private:
+  Axis axes_[3];
+  size_t size_ = 0;
+};
+
 // `width` contiguous bytes, repeated along the axes.
 struct Lattice {
   uint64_t host;
   uint64_t staging;
   int64_t width;
-  std::vector<Axis> axes;
+  Axes axes;
 };
 
 // One copy of `height` rows of `width` bytes; height 1 is a plain copy.
@@ -63,9 +92,13 @@ inline std::vector<Piece> read_pieces(const tvm::ffi::TensorView& pieces) {
 
 // Joins axes that continue each other on both sides, outermost first.
 inline void simplify(Lattice& lattice) {
-  std::vector<Axis>& axes = lattice.axes;
-  axes.erase(std::remove_if(axes.begin(), axes.end(), [](const Axis& a) { return a.count == 1; }), axes.end());
-  std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.host_stride > b.host_stride; });
+  Axes& axes = lattice.axes;
+  for (size_t i = axes.size(); i-- > 0;) {
+    if (axes[i].count == 1) axes.erase(i);
+  }
+  for (size_t i = 1; i < axes.size(); ++i) {
+    for (size_t j = i; j > 0 && axes[j].host_stride > axes[j - 1].host_stride; --j) std::swap(axes[j], axes[j - 1]);
+  }
   while (!axes.empty() && axes.back().host_stride == lattice.width && axes.back().staging_stride == lattice.width) {
     lattice.width *= axes.back().count;
     axes.pop_back();
@@ -75,7 +108,7 @@ inline void simplify(Lattice& lattice) {
     if (axes[i].host_stride == inner.count * inner.host_stride &&
         axes[i].staging_stride == inner.count * inner.staging_stride) {
       axes[i] = Axis{axes[i].count * inner.count, inner.host_stride, inner.staging_stride};
-      axes.erase(axes.begin() + i + 1);
+      axes.erase(i + 1);
     } else {
       ++i;
     }
@@ -129,7 +162,7 @@ inline void append_copies(Lattice lattice, const int64_t* boundaries, int64_t bo
     if (lattice.axes[i].count < lattice.axes[shortest].count) shortest = i;
   }
   const Axis looped = lattice.axes[shortest];
-  lattice.axes.erase(lattice.axes.begin() + shortest);
+  lattice.axes.erase(shortest);
   for (int64_t i = 0; i < looped.count; ++i) {
     Lattice piece = lattice;
     piece.host += i * looped.host_stride;
