@@ -1,4 +1,4 @@
-"""Block pools: whole blocks of an engine come back bit for bit, whatever their layout, and what cannot be rows is refused."""
+"""Block pools: whole blocks come back bit for bit, whatever their layout, and what cannot be rows is refused."""
 
 from collections.abc import Callable
 
