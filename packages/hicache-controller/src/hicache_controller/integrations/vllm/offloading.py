@@ -249,6 +249,10 @@ class HiCacheSpec(base.OffloadingSpec):
         super().__init__(config)
         self.settings = VllmSettings.of(config.extra_config)
         self.offload_prompt_only = self.settings.offload_prompt_only
+        if config.cache.blocks_per_chunk != 1:
+            raise ValueError(
+                f"blocks_per_chunk is {config.cache.blocks_per_chunk}; the connector moves single blocks: 1"
+            )
         parallel = config.parallel
         if parallel.pp_size > 1 and self.settings.l2_blocks is None:
             raise ValueError(
