@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from hicache_pools import (
+    BlockPool,
+    BlockPoolHost,
     DeepSeekV4PagedHostPool,
     DeepSeekV4PagedPool,
     DeepSeekV4StateHostPool,
@@ -162,7 +164,27 @@ def v4_state(pages: int, page_size: int, device: str) -> DevicePool:
     return DeepSeekV4StatePool.from_buffers(state=state)
 
 
+def blocks_apart(pages: int, page_size: int, device: str) -> DevicePool:
+    return BlockPool.from_buffers(blocks=layers((2, pages, 16, 2, 8), torch.bfloat16, device), block_dim=1)
+
+
+def blocks_heads_first(pages: int, page_size: int, device: str) -> DevicePool:
+    # Seen as [blocks, block, heads, 2 * dim], in memory heads before the tokens of a block, with padding behind.
+    whole = layers((pages, 3, 2, 16, 16), torch.float8_e4m3fn, device)
+    return BlockPool.from_buffers(blocks=[tensor[:, :2].permute(0, 3, 1, 2, 4) for tensor in whole])
+
+
+def blocks_of_states(pages: int, page_size: int, device: str) -> DevicePool:
+    conv, recurrent = (layers((pages, *shape), torch.float32, device) for shape in ((6, 4), (2, 8, 8)))
+    return BlockPool.from_buffers(blocks={"conv": conv, "recurrent": recurrent})
+
+
 CASES = {
+    "blocks_apart": Case(blocks_apart, BlockPoolHost, (1,), row_view=lambda t: t.transpose(0, 1)),
+    "blocks_heads_first": Case(
+        blocks_heads_first, BlockPoolHost, (1,), row_view=lambda t: t.permute(0, 2, 3, 1, 4).view(torch.uint8)
+    ),
+    "blocks_of_states": Case(blocks_of_states, BlockPoolHost, (1,)),
     "mha": Case(mha, MHATokenToKVPoolHost),
     "mha_blocks": Case(mha_blocks, MHATokenToKVPoolHost, row_view=lambda t: t.flatten(0, 1)),
     "mha_joint_dim_0": Case(mha_joint_dim_0, MHATokenToKVPoolHost, row_view=lambda t: t.flatten(0, 1)),

@@ -2,6 +2,7 @@
 
 from .build_group import PoolSpec, build_host_pool_group, layer_mapper
 from .device_pools import (
+    BlockPool,
     BufferForm,
     DeepSeekV4PagedPool,
     DeepSeekV4StatePool,
@@ -17,6 +18,7 @@ from .extents import ExtentAllocator, ExtentStats
 from .group import HostPoolGroup
 from .host_memory import AllocatorType, HostBuffer, HugePages, allocate_host_buffer, attach_host_buffer
 from .host_pools import (
+    BlockPoolHost,
     ComponentGeometry,
     DeepSeekV4PagedHostPool,
     DeepSeekV4StateHostPool,
@@ -39,6 +41,8 @@ from .simulation import cpu_simulation
 
 __all__ = [
     "AllocatorType",
+    "BlockPool",
+    "BlockPoolHost",
     "BufferForm",
     "ComponentGeometry",
     "DSAIndexerPoolHost",

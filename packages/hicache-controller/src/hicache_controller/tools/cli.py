@@ -26,6 +26,7 @@ from .replay import POOLS, ReplayOptions
 from .replay.command import replay
 from .replay.plans import DEFAULT_PAGE_SIZES
 from .trace import make_trace, write_trace
+from .vllm_config import vllm_config
 
 app = typer.Typer(
     name="hicache", cls=CommandGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -35,6 +36,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(bench_app, name="bench")
 app.command()(capacity)
 app.command()(replay)
+app.command("vllm-config")(vllm_config)
 
 MAX_SAMPLE_BYTES = 1 << 30
 """Most bytes of a page that ``hicache info`` makes to see how it would be moved."""

@@ -1,6 +1,7 @@
 """Host pools of every kind of cache, over one base that allocates, moves and shows pages."""
 
 from .base import HostPool
+from .blocks import BlockPoolHost
 from .deepseek_v4 import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool
 from .dsa import DSAIndexerPoolHost
 from .geometry import ComponentGeometry, PagePart, PoolGeometry
@@ -12,6 +13,7 @@ from .null import NullPoolHost
 from .state import StateHostPool
 
 __all__ = [
+    "BlockPoolHost",
     "ComponentGeometry",
     "DSAIndexerPoolHost",
     "DeepSeekV4PagedHostPool",

@@ -1,4 +1,4 @@
-"""StateHostPool: what host pools of states have in common, be they recurrent or a compressor's."""
+"""StateHostPool: what host pools of states have in common, be they recurrent, a compressor's or whole blocks."""
 
 from __future__ import annotations
 
