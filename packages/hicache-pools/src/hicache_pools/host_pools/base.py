@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, NamedTuple, Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,6 @@ from .transfer_gate import TransferGate
 logger = logging.getLogger(__name__)
 
 IO_BACKENDS = ("kernel", "direct")
-
-
-class _Terms(NamedTuple):
-    """What one transfer may do."""
-
-    policy: TransferPolicy
-    block_quota: int | None
 
 
 class HostPool:
@@ -388,7 +381,7 @@ class HostPool:
     def _init_write_back_staging_buffers(self) -> None:
         """Take what the device's staging ring offers this pool, and set the flags to what there is."""
         self._staging = pool_staging(self.transfer, self._policy)
-        self._usual_terms = _Terms(self._staging.policy, None)
+        self._usual_terms = (self._staging.policy, None)
         self.staging_page_capacity = self._staging.pages
         self.staging_token_capacity = self._staging.pages * self.page_size
         self.can_use_jit = self._staging.capabilities.direct
@@ -401,14 +394,14 @@ class HostPool:
             component.check_in_place()
         return self._index_rows.rows(host_indices, device_indices)
 
-    def _terms(self, io_backend: str, block_quota: int | None) -> _Terms:
+    def _terms(self, io_backend: str, block_quota: int | None) -> tuple[TransferPolicy, int | None]:
         if io_backend == "kernel" and block_quota is None:
             return self._usual_terms
         quota = None if block_quota is None else whole("block_quota", block_quota, least=0)
         if one_of("io_backend", io_backend, IO_BACKENDS) == "direct" or quota == 0:
             # A quota of no blocks leaves the planner the copy engines alone.
-            return _Terms(self._staging.copies_policy, 0)
-        return _Terms(self._staging.policy, quota)
+            return self._staging.copies_policy, 0
+        return self._staging.policy, quota
 
     def _check_owner(self, device_pool: object) -> None:
         if device_pool is not None and device_pool is not self.device_pool:
