@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,9 +34,9 @@ BUFFER_BYTES = 64 << 20
 PAGE_BYTES = 32 << 10
 ROW_BYTES = 512
 LAYERS = 32
-CTAS = (1, 2, 4, 8, 16)
+CTAS = (1, 2, 4, 8)
 LAUNCHES = 16
-REPEATS = 5
+REPEATS = 3
 SPIN_CYCLES = 2_000_000
 MAX_SPREAD = 1.2
 """Slowest over fastest of some equal copies: where they differ more, something else uses the device."""
@@ -268,19 +268,20 @@ class _Probe:
         transfer: PlaneTransfer,
         policy: str,
         keep: Callable[[torch.Tensor], torch.Tensor] = lambda pages: pages >= 0,
-        quota: int | None = None,
-    ) -> _Timing:
-        """Time a transfer of the pages that ``keep`` selects, less that of a single page."""
+        quotas: Sequence[int | None] = (None,),
+    ) -> list[_Timing]:
+        """Time transfers of the pages that ``keep`` selects, one for each quota, less one of a single page."""
         call = transfer.write_back
         if direction is Direction.LOAD:
             call = functools.partial(transfer.load, layer_events=True)
         pages = torch.arange(transfer.planes[0].host.pages, device="cpu")
 
-        def timing(chosen: torch.Tensor) -> _Timing:
+        def timing(chosen: torch.Tensor, quota: int | None) -> _Timing:
             on_device = chosen.to(self._device)
             return self._time(lambda: call(chosen, on_device, policy=policy, block_quota=quota))
 
-        return _difference(timing(pages[keep(pages)]), timing(pages[:1]))
+        single = timing(pages[:1], quotas[0])
+        return [_difference(timing(pages[keep(pages)], quota), single) for quota in quotas]
 
     def _copy_to_host(self) -> None:
         self._host.copy_(self._rows, non_blocking=True)
@@ -314,11 +315,11 @@ class _Probe:
 
         whole, small = self._time(lambda: copy(BUFFER_BYTES)), self._time(lambda: copy(PAGE_BYTES))
         rate = (BUFFER_BYTES - PAGE_BYTES) / max(1e-7, whole.seconds - small.seconds)
-        scattered = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
+        (scattered,) = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
         batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
         # Rows of a layer lie as far apart as those of a model, which is what they cost.
         rows = self._transfer(ROW_BYTES, LAYERS)
-        direct = [(ctas, self._marginal(direction, rows, "direct", quota=ctas)) for ctas in CTAS]
+        direct = self._marginal(direction, rows, "direct", quotas=CTAS)
         return DirectionConstants(
             copy_bytes_per_second=rate,
             batch_copy_seconds=_sane(batch_copy, defaults.batch_copy_seconds),
@@ -328,7 +329,9 @@ class _Probe:
             width_efficiency=defaults.width_efficiency,
             staged_loss=defaults.staged_loss,
             direct_losses=defaults.direct_losses,
-            direct_rates=tuple((ctas, timing.bytes / timing.seconds) for ctas, timing in direct),
+            direct_rates=tuple(
+                (ctas, timing.bytes / timing.seconds) for ctas, timing in zip(CTAS, direct, strict=True)
+            ),
         )
 
     def launch_seconds(self) -> float:
