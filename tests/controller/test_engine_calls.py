@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hicache_controller import UnifiedRadixCache
 from hicache_controller.engine_calls import EngineCalls
 from hicache_controller.interrupts import interruptibly
 
@@ -155,3 +156,49 @@ def test_no_thread_takes_over_from_one_that_is_in_a_call(in_thread):
     calls.adopt_thread()
     with calls:
         pass
+
+
+def test_waits_for_storage_share_a_bound_within_one_public_call(make_stack):
+    stack = make_stack()
+    calls, storage = stack.controller.engine_calls, stack.controller.storage
+
+    def bound(timeout=None):
+        with storage.one_call(timeout) as found:
+            return found
+
+    with calls:
+        first, longer = bound(), bound(30)
+        with calls:
+            assert bound() is first
+        assert longer is not bound() is first
+    with calls:
+        assert bound() is not first
+    assert bound() is not bound()
+    with storage.one_call(30) as around:
+        with calls:
+            assert bound() is around
+        assert bound() is around
+
+
+def test_a_poll_of_nothing_ends_before_anything_is_held(make_stack, monkeypatch):
+    stack = make_stack()
+    cache = UnifiedRadixCache(stack.controller, stack.allocator, page_size=stack.page_size)
+    device = stack.alloc(1)
+    stack.controller.write(device, node_id=1)
+
+    def enter(calls):
+        raise AssertionError("a call began")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineCalls, "__enter__", enter)
+        for poll in (cache.poll, stack.controller.start_writing):
+            with pytest.raises(AssertionError, match="a call began"):
+                poll()
+    stack.controller.start_writing()
+    (ack,) = stack.controller.poll_writes(wait=True)
+    assert ack.error is None
+    monkeypatch.setattr(EngineCalls, "__enter__", enter)
+    for wait in (False, True):
+        assert cache.poll(wait=wait) is False
+        assert stack.controller.poll_writes(wait) == stack.controller.poll_loads(wait) == []
+    assert stack.controller.start_writing() is None

@@ -83,6 +83,18 @@ def test_a_closing_worker_ends_the_running_job_and_abandons_the_rest():
     assert all(isinstance(job.error, WorkerStoppedError) for job in (waiting, queued, late))
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_job_that_comes_while_a_worker_stops_does_not_hide_the_one_that_runs(busy, inline):
+    busy.worker.stop()
+    late = Recorder(busy.log, "late")
+    assert not busy.worker.submit(late, inline=inline)
+    assert isinstance(late.error, WorkerStoppedError)
+    assert not busy.worker.drain(0.01)
+    busy.gate.set()
+    assert busy.worker.drain(30)
+    assert busy.log == ["running"]
+
+
 def test_an_inline_job_that_needs_no_waiting_runs_in_the_submitting_thread():
     log, storage, queued = [], HostSignal(), StreamSignal()
     queued.fire([])

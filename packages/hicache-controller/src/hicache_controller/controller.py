@@ -212,9 +212,8 @@ class HiCacheController:
         """
         with self.engine_calls:
             self._check_open()
-            transfers = self._with_sidecars(pool_transfers, anchor_moves=device_indices.numel() > 0)
             event = ready_event if ready_event is not None else self.engine.submission_event()
-            return self._writes.add(device_indices, node_id, event, transfers)
+            return self._writes.add(device_indices, node_id, event, pool_transfers, self.sidecars)
 
     def start_writing(self) -> Ack | None:
         """Start what is queued, merged into one transfer; None where nothing is.
@@ -252,8 +251,7 @@ class HiCacheController:
         """
         with self.engine_calls:
             self._check_open()
-            transfers = self._with_sidecars(pool_transfers, anchor_moves=host_indices.numel() > 0)
-            return self._loads.add(host_indices, node_id, ready_event, transfers)
+            return self._loads.add(host_indices, node_id, ready_event, pool_transfers, self.sidecars)
 
     def start_loading(self) -> int:
         """Start what is queued, merged into one transfer; return the id for ``layer_done_counter``, -1 for nothing."""
@@ -327,7 +325,7 @@ class HiCacheController:
         needed as a transfer has keys, one where it has none.
         """
         self.engine_calls.check_thread()
-        return self.storage.exists(keys, self._with_sidecars(pool_transfers))
+        return self.storage.exists(keys, with_sidecars(self.host_group, self.sidecars, pool_transfers))
 
     def storage_restorable_lengths(
         self, keys: Sequence[bytes], *, pool_transfers: Sequence[PoolTransfer] = ()
@@ -338,7 +336,7 @@ class HiCacheController:
         Storage is asked once; ranks of a group have to ask with as many keys.
         """
         self.engine_calls.check_thread()
-        return self.storage.restorable_lengths(keys, self._with_sidecars(pool_transfers))
+        return self.storage.restorable_lengths(keys, with_sidecars(self.host_group, self.sidecars, pool_transfers))
 
     def backup(
         self,
@@ -366,7 +364,7 @@ class HiCacheController:
         with self.engine_calls:
             self._check_open()
             self.storage.need_backend()
-            transfers = self._with_sidecars(pool_transfers)
+            transfers = with_sidecars(self.host_group, self.sidecars, pool_transfers)
             parts, uses = storage_parts(self._slots, Access.READ, host_indices, keys, parents, transfers)
             self.storage.backup(parts, node_id, uses, self._slots.failed_writer(Direction.WRITE_BACK, uses))
 
@@ -399,7 +397,7 @@ class HiCacheController:
         with self.engine_calls:
             self._check_open()
             self.storage.need_backend()
-            transfers = self._with_sidecars(pool_transfers)
+            transfers = with_sidecars(self.host_group, self.sidecars, pool_transfers)
             parts, uses = storage_parts(self._slots, Access.WRITE, host_indices, keys, None, transfers)
             return self.storage.prefetch(parts, request_id, uses)
 
@@ -480,9 +478,3 @@ class HiCacheController:
         self.engine_calls.check_thread()
         if self._closed:
             raise RuntimeError("the controller is closed; it was shut down")
-
-    def _with_sidecars(
-        self, pool_transfers: Sequence[PoolTransfer], *, anchor_moves: bool = True
-    ) -> Sequence[PoolTransfer]:
-        anchor = str(self.host_group.anchor_entry.name)
-        return with_sidecars(pool_transfers, self.sidecars, anchor, anchor_moves=anchor_moves)

@@ -124,10 +124,7 @@ class StreamSignal:
         """Let ``stream`` (default: the current one) wait; the calling thread waits for the queueing alone."""
         self._queued.wait()
         for event in self._events:
-            if stream is None:
-                event.wait()
-            else:
-                event.wait(stream)
+            event.wait(stream)
 
     def synchronize(self) -> None:
         """Block the calling thread until the work is done."""

@@ -97,8 +97,7 @@ class _Counts:
         if pages is None:
             self.unknown += step
         elif len(pages):
-            top = int(pages.max())
-            if top >= len(self.of_page):
+            if step > 0 and (top := int(pages.max())) >= len(self.of_page):
                 self.of_page = np.pad(self.of_page, (0, max(top + 1, 2 * len(self.of_page)) - len(self.of_page)))
             self.of_page[pages] += np.int16(step)
             self.total += step * len(pages)

@@ -20,7 +20,7 @@ from .interrupts import interruptibly
 from .layer_done import NOTHING_TO_WAIT_FOR, LayerDoneCounter
 from .layer_map import TransferPlan
 from .operations import Ack, CacheOperation, OperationCancelledError
-from .pool_transfers import prepare_transfers, resolve
+from .pool_transfers import SidecarPoolSpec, prepare_transfers, resolve, with_sidecars
 from .slots import Slots
 from .transfer_engine import L2TransferEngine
 from .transfer_handle import InFlightOperation, L2Transfer, TransferHandle, words
@@ -159,21 +159,27 @@ class OperationQueue:
     # Start
 
     def add(
-        self, indices: torch.Tensor, node_id: int, event: Event | None, transfers: Sequence[PoolTransfer]
+        self,
+        indices: torch.Tensor,
+        node_id: int,
+        event: Event | None,
+        pool_transfers: Sequence[PoolTransfer],
+        sidecars: Sequence[SidecarPoolSpec],
     ) -> torch.Tensor | None:
         """Check the slots of an operation, take those of the other side, and let it wait to be started.
 
         Returns the caller's copy of the anchor's slots that were taken; None where a pool has no room. Then, and where
         this raises, what was taken for the operation is free again.
         """
-        is_load, count = self._direction is Direction.LOAD, indices.numel()
-        name = self._slots.group.anchor_entry.name
+        is_load, count, group = self._direction is Direction.LOAD, indices.numel(), self._slots.group
+        transfers = with_sidecars(group, sidecars, pool_transfers, anchor_moves=count > 0)
+        name = group.anchor_entry.name
         anchor = PoolTransfer(name, host_indices=indices) if is_load else PoolTransfer(name, device_indices=indices)
         prepare_transfers(self._slots, [anchor, *transfers] if count or not transfers else transfers, self._direction)
         if not count:
             anchor.host_indices = anchor.device_indices = indices
         elif is_load:
-            anchor.device_indices = self._slots.group.alloc_device(count)
+            anchor.device_indices = group.alloc_device(count)
         else:
             anchor.host_indices = self._slots.alloc_host(count)
         host, device = anchor.host_indices, anchor.device_indices
@@ -245,7 +251,8 @@ class OperationQueue:
             self._settle(wait)
             self._slots.reap()
             self._calls.raise_first()
-            return self.take_acks()
+            acks, self._acks = self._acks, []
+            return acks
 
     def _settle(self, wait: bool) -> None:
         # Whether it goes round again is the same on all ranks, whatever one of them keeps or raises.
@@ -263,11 +270,6 @@ class OperationQueue:
         while self.started and self.started[0].done:
             started = self.started.popleft()
             self._finish(started, started.errors())
-
-    def take_acks(self) -> list[Ack]:
-        """Return the acks that are kept, each once."""
-        acks, self._acks = self._acks, []
-        return acks
 
     def _finish(self, started: StartedOperation, errors: Errors) -> None:
         """Keep an ack for each outcome, without what was cancelled, and free the slots of what does not count."""

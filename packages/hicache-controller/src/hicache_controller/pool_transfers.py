@@ -53,29 +53,26 @@ class SidecarPoolSpec:
 
 
 def with_sidecars(
-    pool_transfers: Sequence[PoolTransfer],
-    sidecars: Sequence[SidecarPoolSpec],
-    anchor: str,
-    *,
-    anchor_moves: bool = True,
+    group: HostPoolGroup, sidecars: Sequence[SidecarPoolSpec], named: Sequence[PoolTransfer], anchor_moves: bool = True
 ) -> Sequence[PoolTransfer]:
-    """Add the sidecars that share the slots of a pool that takes part in the operation.
+    """Add the sidecars that share the slots of a pool that takes part in an operation to the transfers named in it.
 
     Raises
     ------
     ValueError
         If a transfer names the anchor, or a pool has two.
     """
-    if not sidecars and not pool_transfers:
+    if not sidecars and not named:
         return ()
-    named = [str(transfer.name) for transfer in pool_transfers]
-    wrong = anchor if anchor in named else next((name for name in named if named.count(name) > 1), None)
+    anchor = str(group.anchor_entry.name)
+    names = [str(transfer.name) for transfer in named]
+    wrong = anchor if anchor in names else next((name for name in names if names.count(name) > 1), None)
     if wrong is not None:
         raise ValueError(
             f"pool_transfers names {wrong}; accepted is one transfer for each pool other than the anchor {anchor}"
         )
-    transfers = list(pool_transfers)
-    moving = {*named, anchor} if anchor_moves else set(named)
+    transfers = list(named)
+    moving = {*names, anchor} if anchor_moves else set(names)
     for spec in sidecars:
         if str(spec.pool_name) not in moving and str(spec.indices_from_pool) in moving:
             moving.add(str(spec.pool_name))

@@ -277,9 +277,14 @@ class TransferHandle(InFlightOperation):
                 self._settle()
             clock.stop([event for event in (*released, *ready) if event is not None])
         except BaseException as error:
-            self._fail(error)
+            self.error = error
+            self._writers = ()
+            if not isinstance(error, SourceFailedError):
+                self._settle()
             if not isinstance(error, Exception):
                 raise
+            if not (isinstance(error, OperationCancelledError) or self.part_errors):
+                self._count_failure(error)
         finally:
             # Counted before anyone can see that it is over.
             try:
@@ -402,14 +407,6 @@ class TransferHandle(InFlightOperation):
             self._moved.append((each, result))
 
     # Ends
-
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-        self._writers = ()
-        if not isinstance(error, SourceFailedError):
-            self._settle()
-        if isinstance(error, Exception) and not isinstance(error, OperationCancelledError) and not self.part_errors:
-            self._count_failure(error)
 
     def _settle(self) -> None:
         """Nothing may still move when the slots are freed."""

@@ -98,16 +98,16 @@ class Worker:
                 interruptibly(lambda: self._changed.wait_for(lambda: self._has_room(pages), timeout))
                 if not self._has_room(pages):
                     return False
-            idle = not (self._running or self._jobs)
+            idle = not (self._running or self._jobs or self.stopping)
             here = inline and idle and all(map(is_queued, after))
             if not (here or self.stopping):
                 self._jobs.append((job, after))
                 self.depth += pages
                 self._changed.notify_all()
                 return True
-            accepted = self._running = not self.stopping
-        if not accepted:
-            job.abandon(WorkerStoppedError(f"thread {self._name} was closed before this could start"))
+            self._running |= here
+        if not here:
+            self._run(job, after)  # which abandons it
             return False
         try:
             with self.device.scope():

@@ -343,12 +343,7 @@ class UnifiedRadixCache:
 
         Storage is waited for within the scheduler's bound, so that False may come while backups run; see :meth:`drain`.
         """
-        self.engine_calls.check_thread()
-        return not self._transfers.idle and self._poll(wait)
-
-    @tree_call
-    def _poll(self, wait: bool) -> bool:
-        return self._transfers.poll(wait=wait)
+        return self._transfers.poll_if_busy(wait=wait)
 
     @tree_call
     def drain(self, timeout: float | None = None) -> bool:

@@ -35,7 +35,7 @@ class Reclaim:
     def evict(self, entry: PoolEntry, evict: Callable[[int], object], pages: int) -> None:
         """Evict for an allocation from a pool that is short, if that may be now."""
         if self._may_evict(entry):
-            with self.held(), self._controller.engine_calls:
+            with self.held(), self._controller.engine_calls, self._controller.storage.one_call():
                 evict(pages)
 
     @contextmanager

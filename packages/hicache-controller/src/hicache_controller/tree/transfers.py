@@ -188,10 +188,14 @@ class Transfers:
 
     # Outcomes
 
-    @property
-    def idle(self) -> bool:
-        """Whether a poll would find nothing to do."""
-        return self._pools.controller.idle and not (self.writes or self.loads) and self._backups.idle
+    def poll_if_busy(self, *, wait: bool) -> bool:
+        """Poll in a public call of its own, but hold nothing where there is nothing to do."""
+        controller, calls = self._pools.controller, self._pools.calls
+        calls.check_thread()
+        if controller.idle and not (self.writes or self.loads) and self._backups.idle:
+            return False
+        with calls:
+            return self.poll(wait=wait)
 
     def poll(self, *, wait: bool = False) -> bool:
         """Handle what is done; see :meth:`UnifiedRadixCache.poll`."""
