@@ -7,14 +7,12 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..controller import HiCacheController
-from ..engine_calls import EngineCalls
 
 
 class HasController(Protocol):
     """Moves bytes by a controller, whose thread and seam to the engine it shares."""
 
     controller: HiCacheController
-    engine_calls: EngineCalls
 
 
 Tree = TypeVar("Tree", bound=HasController)
@@ -32,7 +30,7 @@ def tree_call(
 
     @wraps(method)
     def call(tree: Tree, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
-        with tree.engine_calls, tree.controller.storage.one_call():
+        with tree.controller.engine_calls, tree.controller.storage.one_call():
             return method(tree, *arguments, **keywords)
 
     return call

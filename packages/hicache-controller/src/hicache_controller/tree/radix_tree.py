@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -55,7 +55,7 @@ class RadixTree:
         self.root = TreeNode(0, None, b"")
         self._next_id = 1
         self._namespaces: WeakValueDictionary[Namespace, NamespaceUsage] = WeakValueDictionary()
-        self._limited: dict[Namespace, NamespaceUsage] = {}
+        self._limited: set[NamespaceUsage] = set()
         self._references: Counter[tuple[int, bool]] = Counter()
         self._pinned: set[Match] = set()
         self._timed: list[tuple[float, int, Match]] = []
@@ -89,12 +89,12 @@ class RadixTree:
 
     def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
         """Set the quota of a namespace, and queue its leaves if it had none."""
-        key, usage = NO_NAMESPACE if namespace is None else namespace, self.usage(namespace)
+        usage = self.usage(namespace)
         usage.quota = quota
         if quota == NO_QUOTA:
-            self._limited.pop(key, None)
+            self._limited.discard(usage)
             return
-        self._limited[key] = usage
+        self._limited.add(usage)
         if usage.queues is None:
             usage.queues = namespace_queues()
             for node in self.nodes():
@@ -188,6 +188,12 @@ class RadixTree:
         """Return whether every windowed pool has what a prefix ending with ``node`` needs, on some side."""
         return all(self.needed(node, name) is not None for name in self.windows)
 
+    def check_windows(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless these are windowed pools of the tree."""
+        for name in names:
+            if name not in self.windows:
+                raise ValueError(f"windows has {name!s}; the tree's components are {list(self.windows)}")
+
     def last_restorable(self, node: TreeNode) -> TreeNode:
         """Go up from a node that may have left the tree to the end of the longest prefix that can be restored.
 
@@ -217,19 +223,9 @@ class RadixTree:
         parent = node.parent
         if parent is None:
             raise RuntimeError("the root cannot be split")
-        head = TreeNode(
-            self.new_id(),
-            parent,
-            node.keys[: at * KEY_BYTES],
-            node.owner,
-            node.depth - node.pages + at,
-            node.created,
-            hits=node.hits,
-            value=node.value,
-            priority=node.priority,
-            last_access=node.last_access,
-        )
-        head.stored = node.stored
+        head = TreeNode(self.new_id(), parent, node.keys[: at * KEY_BYTES], node.owner, parent.depth + at, node.created)
+        head.hits, head.value, head.stored = node.hits, node.value, node.stored
+        head.priority, head.last_access = node.priority, node.last_access
         node.keys = node.keys[at * KEY_BYTES :]
         if node.device is not None:
             head.device, node.device = cut(node.device, at)
@@ -416,7 +412,7 @@ class RadixTree:
     def raise_pending(self) -> None:
         """Raise what a callback of the engine has raised, or an interrupt that has arrived."""
         self.calls.raise_first()
-        interruptibly(_do_nothing)
+        interruptibly(lambda: None)
 
     def keep_match(self, match: Match, seconds: float) -> None:
         """Pin what a match covers once more, for some seconds."""
@@ -430,7 +426,3 @@ class RadixTree:
             self.unpin_match(heapq.heappop(self._timed)[2])
             expired += 1
         return expired
-
-
-def _do_nothing() -> None:
-    pass

@@ -56,10 +56,6 @@ class Requests:
             raise
         return match
 
-    def known_pages(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages the anchor has; see :meth:`UnifiedRadixCache.known_pages`."""
-        return sum(same for _, same in self._tree.known(self._tree.root, join_keys(keys)))
-
     @staticmethod
     def device_pages(match: Match) -> Pages:
         """Return the device pages of a match; see :meth:`UnifiedRadixCache.device_page_numbers`."""
@@ -210,9 +206,8 @@ class Requests:
         """Insert computed pages; see :meth:`UnifiedRadixCache.insert`."""
         self._tree.check_pinned(match)
         count = self._count_to_publish(match, pages, count, computed_tokens)
+        self._tree.check_windows(windows)
         for name, given in windows.items():
-            if name not in self._tree.windows:
-                raise ValueError(f"windows has {name!s}; the tree's components are {list(self._tree.windows)}")
             if len(given) > count:
                 raise ValueError(f"windows has {len(given)} pages of {name!s} for {count} published pages")
         self._settle_next(match, count)
