@@ -94,7 +94,8 @@ def interruptibly(wait: Callable[[], Result]) -> Result:
         return wait()
     try:
         _held = None
-        _handle(held.arrived)
+        if held.arrived:
+            _handle(held.arrived)
         return wait()
     finally:
         _held = held

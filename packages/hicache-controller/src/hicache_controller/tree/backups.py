@@ -154,10 +154,8 @@ class Backups:
                     stored[pool] = min(pages, stored.get(pool, pages))
         return Counter(stored)
 
-    def _finish(
-        self, operation: Operation, stored_pages: int, stored_windows: Counter[str] | None, *, refused: bool = True
-    ) -> None:
-        """Mark and report what storage has; of windows all, or ``stored_windows`` of a backup that failed.
+    def _finish(self, operation: Operation, pages: int, windows: Counter[str] | None, *, refused: bool = True) -> None:
+        """Mark and report what storage has: ``pages``, and of windows all, or ``windows`` of a backup that failed.
 
         Storage has ``refused`` what it did not store, unless the backup was given up.
         """
@@ -165,25 +163,25 @@ class Backups:
         self._running_pages -= operation.pages
         nodes, tail = operation.heads_first(), operation.nodes[0]
         parts = sorted(operation.host_pin.parts, key=lambda part: nodes.index(part.node))
-        complete = stored_pages == operation.pages
+        complete = pages == operation.pages
         self._tree.unpin(operation.host_pin)
         for node in nodes:
             node.backup = None
         if complete:
-            self._mark(parts, stored_windows)
+            self._mark(parts, windows)
         if operation.whole:
-            self._mark(nodes, Counter({self._anchor: stored_pages}))
+            self._mark(nodes, Counter({self._anchor: pages}))
         elif complete:
             self.report_stored(tail, self._anchor, 1)
         else:
             tail.stored = False
         head = nodes[0].parent
-        if refused and not stored_pages and head is not None:
+        if refused and not pages and head is not None:
             # Storage may lack the page before these; to name it again costs little.
             head.stored = False
         self._tree.unlock(tail, device=False)
         came = [part for node in nodes for part in node.windows if part not in parts and _is_unstored(part)]
-        if complete and stored_windows is None and came:
+        if complete and windows is None and came:
             self.store(tail)
 
     def _mark(self, holders: Sequence[TreeNode | WindowPart], stored: Counter[str] | None) -> None:

@@ -112,10 +112,10 @@ class UnifiedRadixCache:
         self._tree = tree = RadixTree(page_size, order, calls, clock)
         for namespace, quota in (quotas or {}).items():
             tree.set_quota(namespace, quota)
-        self._pools = pools = Pools(tree, controller, events)
+        self._pools = pools = Pools(tree, controller, device_allocator, events)
         self._backups = backups = Backups(tree, pools, clock)
         self._transfers = transfers = Transfers(tree, pools, backups)
-        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self)
+        self._evictor = evictor = Evictor(tree, pools, backups, transfers, self)
         self._prefetches = Prefetches(tree, pools, backups, evictor)
         self._requests = requests = Requests(tree, pools, transfers, evictor, self)
         self._retraction = Retraction(tree, pools, transfers, evictor, requests)

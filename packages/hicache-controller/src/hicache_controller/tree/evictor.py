@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from .allocator import PageAllocator
 from .backups import Backups
 from .node import Pages, Pin, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
@@ -27,30 +26,18 @@ class Evictor:
     """Evicts in the order of the strategy, and writes: each may need the other."""
 
     def __init__(
-        self,
-        tree: RadixTree,
-        pools: Pools,
-        backups: Backups,
-        transfers: Transfers,
-        device_allocator: PageAllocator,
-        settings: TreeSettings,
+        self, tree: RadixTree, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings
     ) -> None:
         self._tree = tree
         self._order = tree.order
         self._pools = pools
         self._backups = backups
         self._transfers = transfers
-        self._device = device_allocator
         self._settings = settings
-        self._pools.reclaim.serve(
-            pools.controller.host_group.anchor_entry,
-            self.evict_host,
-            lambda count: self.evict_device(max(count - device_allocator.available_pages, 0)),
-        )
+        serve, anchor, device = pools.reclaim.serve, pools.controller.host_group.anchor_entry, pools.device_allocator
+        serve(anchor, self.evict_host, lambda count: self.evict_device(max(count - device.available_pages, 0)))
         for name, pool in tree.windows.items():
-            self._pools.reclaim.serve(
-                pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name)
-            )
+            serve(pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name))
 
     @property
     def _writes_back(self) -> bool:
@@ -189,11 +176,8 @@ class Evictor:
 
     def _has_windows_to_store(self, node: TreeNode) -> bool:
         """Return whether a node that leaves memory has windows that are still being written, for storage to keep."""
-        return (
-            node.device is None
-            and self._pools.controller.has_storage
-            and any(part.write is not None for part in node.windows)
-        )
+        written = any(part.write is not None for part in node.windows)
+        return written and node.device is None and self._pools.controller.has_storage
 
     def evict_window_host(self, name: str, count: int) -> int:
         """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
@@ -349,7 +333,7 @@ class Evictor:
 
     def device_room(self) -> int:
         """Return the device pages that are free."""
-        return self._pools.smallest(self._device.available_pages)
+        return self._pools.smallest(self._pools.device_allocator.available_pages)
 
     def _make_room(self, count: int, free: Callable[[], int], evict: Callable[[int], object]) -> int:
         """Evict until ``count`` pages are free, as far as possible; returns how many are."""
@@ -362,12 +346,12 @@ class Evictor:
 
     def make_device_room(self, count: int) -> bool:
         """Evict until ``count`` device pages are free; returns whether they are."""
-        return self._make_room(count, lambda: self._device.available_pages, self.evict_device) >= count
+        return self._make_room(count, lambda: self._pools.device_allocator.available_pages, self.evict_device) >= count
 
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate device pages; None if there are too few."""
-        pages = self._device.alloc_pages(count) if self.make_device_room(count) else None
-        return self._pools.on_all_ranks(pages, self._device.free_pages)
+        pages = self._pools.device_allocator.alloc_pages(count) if self.make_device_room(count) else None
+        return self._pools.on_all_ranks(pages, self._pools.device_allocator.free_pages)
 
     def alloc_window_device(self, name: str, count: int) -> Pages | None:
         """Allocate device pages of a windowed pool; None if there are too few."""

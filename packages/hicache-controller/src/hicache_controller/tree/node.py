@@ -173,7 +173,7 @@ class Operation:
     device_pin, host_pin
         Window parts that move.
     holds_device
-        Whether the tail's device lock is still held.
+        Whether the device parts are still kept.
     consumer
         Id in the layer counter, for loads.
     whole

@@ -12,6 +12,7 @@ from hicache_pools.pool_transfer import PoolTransfer
 
 from ..controller import HiCacheController
 from ..pool_transfers import SidecarPoolSpec
+from .allocator import PageAllocator
 from .components import SlotPages
 from .events import Change, Events
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
@@ -30,6 +31,8 @@ class Pools:
     ----------
     controller
         Moves the pages.
+    device_allocator
+        Hands out the anchor's device pages.
     events
         Where to report what changes.
     calls
@@ -40,8 +43,11 @@ class Pools:
         Name of the anchor's pool.
     """
 
-    def __init__(self, tree: RadixTree, controller: HiCacheController, events: Events) -> None:
+    def __init__(
+        self, tree: RadixTree, controller: HiCacheController, device_allocator: PageAllocator, events: Events
+    ) -> None:
         self._tree = tree
+        self.device_allocator = device_allocator
         self.controller = controller
         self.events = events
         self.calls = tree.calls

@@ -16,7 +16,7 @@ from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
 from .keys import KEY_BYTES, common_pages, own_tokens
-from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
+from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, joined, pack
 from .order import EvictionOrder, namespace_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
 from .queue import NamespaceUsage
@@ -72,10 +72,12 @@ class RadixTree:
         self._references.clear()
         self._pinned.clear()
         self._timed.clear()
-        for queue in self.order.all_queues(usage.queues for usage in usages):
+        for queue in self.order.all_queues():
             queue.clear()
         for usage in usages:
             usage.device_pages = usage.host_pages = 0
+            for queue in usage.queues or ():
+                queue.clear()
 
     # Namespaces
 
@@ -294,8 +296,7 @@ class RadixTree:
     @staticmethod
     def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
         """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        packed = part.part(device=device)
-        part.set_part(pack(pages if packed is None else np.concatenate((pages, unpack(packed)))), device=device)
+        part.set_part(pack(np.concatenate((pages, joined([part], device=device)))), device=device)
 
     def clear_window(self, part: WindowPart, *, device: bool) -> None:
         """Forget a part's pages in a tier; the caller frees them."""

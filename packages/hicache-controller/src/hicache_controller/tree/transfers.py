@@ -101,17 +101,13 @@ class Transfers:
 
         The controller makes the next user of the slots wait until the write has read them.
         """
-        if windows:
-            held = [operation for operation in self.writes.values() if operation.device_pin.parts]
-        else:
-            held = [operation for operation in self.writes.values() if operation.nodes and operation.holds_device]
+        held = [each for each in self.writes.values() if each.holds_device and bool(each.nodes) is not windows]
         if held:
             self._pools.controller.start_writing()
         for operation in held:
-            if windows:
-                self._tree.unpin(operation.device_pin)
-            else:
-                operation.holds_device = False
+            operation.holds_device = False
+            self._tree.unpin(operation.device_pin)
+            if operation.nodes:
                 self._tree.unlock(operation.nodes[0], device=True)
         return bool(held)
 
