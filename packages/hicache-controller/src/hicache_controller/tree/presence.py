@@ -49,7 +49,7 @@ class StoragePresence:
 
     def __len__(self) -> int:
         """Parts of pages that were removed and not stored since."""
-        return sum(len(gone) for gone in self._gone.values())
+        return sum(map(len, self._gone.values()))
 
     def storing(self, pool: str, keys: Iterable[bytes]) -> None:
         """Forget earlier removals of a pool's pages that are being stored, or that storage says it has."""
