@@ -28,14 +28,14 @@ def test_removals_noted_by_many_threads_arrive_once_each() -> None:
 def test_runs_are_cut_where_pages_are_known_or_gone() -> None:
     presence = StoragePresence(remember=True)
     a, b, c, d, e = (bytes([number]) * 16 for number in range(5))
-    assert presence.stored("kv", [a, b, c, d, e], None) == [Run((a, b, c, d, e), None, 0)]
+    assert presence.stored("kv", [a, b, c, d, e], None) == [Run((a, b, c, d, e), None)]
     assert presence.removed("kv", [e, b, a]) == [Run((e,), d), Run((a, b), None)]
     presence.storing("kv", [a, b, e])
-    assert presence.stored("kv", [a, b, c, d, e], None) == [Run((a, b), None, 0), Run((e,), d, 4)]
+    assert presence.stored("kv", [a, b, c, d, e], None) == [Run((a, b), None), Run((e,), d)]
     assert presence.removed("kv", [d, d]) == [Run((d,), c)]
     assert presence.stored("kv", [c, d, e], b) == [], "what was removed is not there"
     presence.storing("kv", [d])
-    assert presence.stored("kv", [c, d, e], b) == [Run((d,), c, 1)]
+    assert presence.stored("kv", [c, d, e], b) == [Run((d,), c)]
     assert presence.removed("kv", [b"unknown"]) == []
     assert StoragePresence(remember=False).stored("kv", [a], None) == []
 

@@ -144,3 +144,14 @@ def test_discarded_request_leaves_nothing(make_model: MakeModel, keys_of: KeysOf
     with pytest.raises(KeyError):
         model.cache.retraction_restore("r")
     model.empty()
+
+
+def test_windows_of_a_pool_that_is_no_component_are_refused(make_model: MakeModel, keys_of: KeysOf) -> None:
+    model = make_model(states=(4, 8))
+    match, pages, windows = start(model, keys_of((1, 2)))
+    with pytest.raises(ValueError, match=r"windows has kv; the tree's components are \['mamba'\]"):
+        model.cache.retraction_backup("r", match, pages, windows={"kv": pages})
+    assert model.cache.retracted == ()
+    model.give_back(pages, windows)
+    model.cache.release(match)
+    model.empty()

@@ -2,33 +2,31 @@
 
 An object gets the objects it uses when it is made; each row below uses only rows above it.
 
-========================  ==============================================================================
-module                    holds
-========================  ==============================================================================
-``keys``                  page keys of a growing token sequence
-``node``                  a run of pages and what each tier has of it; transfers of nodes; pins
-``policies``              when to write to the host, what to evict first, quotas
-``queue``, ``namespaces`` what may leave a tier, and what a namespace has
-``components``            windowed pools: sliding windows and recurrent states
-``order``                 the value of a node, and the queues of all tiers and pools
-``events``                what routers are sent about changes
-``results``               what the calls return
-``radix_tree``            the nodes: walking, splitting, locking
-``matches``               pins of requests, and pins with a time to live
-``residency``             what nodes have in pools, and giving it back
-``presence``, ``backups`` what storage has, and bringing it there
-``transfers``             writes and loads in flight, and what becomes of them
-``evictor``               evictions, and the writes they need
-``room``                  allocations, after evicting
-``loads``, ``prefetches`` from the host to the device, and from storage to the host
-``requests``              matching and inserting
-``retraction``            requests taken off the device
-``cache``                 what an engine calls; makes all of the above
-========================  ==============================================================================
+=========================== ===========================================================================
+module                      holds
+=========================== ===========================================================================
+``keys``                    page keys of a growing token sequence
+``policies``                when to write to the host, what to evict first, quotas
+``queue``                   what may leave a tier, and what a namespace has
+``node``                    a run of pages and what each tier has of it; transfers of nodes; pins
+``components``              windowed pools: sliding windows and recurrent states
+``order``                   the value of a node, and the queues of all tiers and pools
+``presence``, ``events``    what is known to be in storage; what routers are sent about changes
+``results``                 what the calls return
+``radix_tree``              the nodes: walking, splitting, locking; pins of requests and with a time to live
+``pools``                   what nodes have in pools, and giving it back; the engine's allocator
+``backups``                 what storage has, and bringing it there
+``transfers``               writes and loads in flight, and what becomes of them
+``evictor``                 evictions, the writes they need, and allocations after them
+``prefetches``              from storage to the host
+``requests``                matching, loading from the host, inserting
+``retraction``              requests taken off the device
+``cache``                   what an engine calls; makes all of the above
+=========================== ===========================================================================
 
-Apart from these: ``allocator`` (the engine's), ``ranks`` (decisions of several ranks), ``reclaim`` (allocations of the
-engine that make the tree evict), ``calls`` (what public calls have in common), ``sidecars`` and ``drafts`` (pools that
-come later), ``integrity`` (checks, sizes, drawing).
+Apart from these: ``allocator`` (the engine's), ``reclaim`` (allocations of the engine that make the tree evict),
+``calls`` (what public calls have in common), ``drafts`` (pools that come later), ``integrity`` (checks, sizes,
+drawing).
 """
 
 from .allocator import PageAllocator

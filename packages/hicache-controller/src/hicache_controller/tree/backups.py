@@ -11,7 +11,7 @@ from ..storage.base import ANCHOR
 from .components import trailing, window_rank
 from .events import Change, Tier
 from .keys import KEY_BYTES, key_list
-from .node import NO_PAGES, Operation, TreeNode, WindowPart, unpack
+from .node import Operation, TreeNode, WindowPart, joined
 from .pools import Pools
 from .presence import Run, StoragePresence
 from .radix_tree import RadixTree
@@ -74,20 +74,18 @@ class Backups:
         if node.host is None or node.write is not None or node.backup is not None:
             return False
         self._unmark_removed(node)
-        return not node.stored or any(_is_part_to_store(part) for part in node.windows)
+        return any(_is_unstored(held) for held in node.holders())
 
     def _start(self, node: TreeNode) -> None:
-        if node.host is None:
-            return
-        parts = [part for part in node.windows if _is_part_to_store(part)]
         operation = Operation(self._tree.new_id(), nodes=[node], whole=not node.stored)
         keys = key_list(node.keys)
         transfers = []
-        for part in parts:
-            pages = NO_PAGES if part.host is None else unpack(part.host)
-            operation.host_pin.hold(part)
-            slots = self._pools.slots(pages, part.name)
-            transfers.append(trailing(part.name, slots, keys=keys[len(keys) - len(pages) :]))
+        for part in node.windows:
+            if _is_unstored(part):
+                operation.host_pin.hold(part)
+                slots, last = self._pools.slots(joined([part], device=False), part.name), keys[-part.on_host :]
+                transfers.append(trailing(part.name, slots, keys=last))
+                self.presence.storing(part.name, last)
         parents: list[bytes | None] = [node.key_before(0), *keys[:-1]]
         # Of a node that is stored the last page is named again: windows are stored only along with pages of the anchor.
         first = len(keys) - 1 if node.stored else 0
@@ -97,30 +95,22 @@ class Backups:
         self._tree.order.offer(node, device=False)
         self._running_pages += operation.pages
         self.presence.storing(self._anchor, keys[first:])
-        for part in parts:
-            self.presence.storing(part.name, keys[len(keys) - part.on_host :])
         try:
             self._pools.controller.backup(
-                self._pools.slots(unpack(node.host)[first:]),
+                self._pools.slots(joined([node], device=False)[first:]),
                 keys[first:],
                 parents=parents[first:],
                 node_id=operation.id,
                 pool_transfers=transfers,
             )
         except BaseException:
-            self._end(operation)
             self._finish(operation, 0, Counter())
             raise
 
     def give_up(self, operation: Operation) -> None:
         """End a backup that is under way; what of it storage has not taken counts as skipped."""
-        self._end(operation)
         self._pools.controller.cancel_backup(operation.id)
         self._finish(operation, 0, Counter(), refused=False)
-
-    def _end(self, operation: Operation) -> None:
-        del self.running[operation.id]
-        self._running_pages -= operation.pages
 
     def first_holding(self, pool: str) -> Operation | None:
         """Return the backup that alone keeps the part of a windowed pool that would leave the host first."""
@@ -135,16 +125,14 @@ class Backups:
 
     def finish(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; returns whether there were any."""
-        succeeded = [ack.error is None for ack in acks]
-        agreement = self._pools.controller.agreement
-        if acks and agreement.needed:
-            # What is stored again has to be the same on all ranks.
-            succeeded = [bool(each) for each in agreement.smallest([int(each) for each in succeeded])]
+        if not acks:
+            return False
+        # What is stored again has to be the same on all ranks.
+        succeeded = self._pools.controller.agreement.smallest([int(ack.error is None) for ack in acks])
         for ack, good in zip(acks, succeeded, strict=True):
             operation = self.running.get(ack.node_id)
             if operation is None:  # it was interrupted, or the tree was emptied meanwhile
                 continue
-            self._end(operation)
             if operation.failed:  # it went to a storage that is gone
                 self._finish(operation, 0, Counter())
                 self._store_later(operation.nodes[0])
@@ -154,7 +142,7 @@ class Backups:
             else:
                 self._pause.failed()
             self._finish(operation, ack.stored_pages, None if good else self._stored_windows(ack))
-        return bool(acks)
+        return True
 
     def _stored_windows(self, ack: StorageAck) -> Counter[str]:
         """Return how many leading pages of each windowed pool a failed backup has stored, as far as all ranks know."""
@@ -166,50 +154,46 @@ class Backups:
                     stored[pool] = min(pages, stored.get(pool, pages))
         return Counter(stored)
 
-    def _finish(
-        self, operation: Operation, stored_pages: int, stored_windows: Counter[str] | None, *, refused: bool = True
-    ) -> None:
-        """Mark and report what storage has; of windows all, or ``stored_windows`` of a backup that failed.
+    def _finish(self, operation: Operation, pages: int, windows: Counter[str] | None, *, refused: bool = True) -> None:
+        """Mark and report what storage has: ``pages``, and of windows all, or ``windows`` of a backup that failed.
 
         Storage has ``refused`` what it did not store, unless the backup was given up.
         """
-        tail = operation.nodes[0]
-        complete = stored_pages == operation.pages
-        parts = list(operation.host_pin.parts)
+        del self.running[operation.id]
+        self._running_pages -= operation.pages
+        nodes, tail = operation.heads_first(), operation.nodes[0]
+        parts = sorted(operation.host_pin.parts, key=lambda part: nodes.index(part.node))
+        complete = pages == operation.pages
         self._tree.unpin(operation.host_pin)
-        nodes = operation.heads_first()
-        if complete:
-            self._mark_windows(sorted(parts, key=lambda part: nodes.index(part.node)), stored_windows)
         for node in nodes:
             node.backup = None
+        if complete:
+            self._mark(parts, windows)
         if operation.whole:
-            left = stored_pages
-            for node in nodes:
-                there = min(left, node.pages)
-                left -= there
-                node.stored = there == node.pages and not self.lacks(self._anchor, node)
-                self.report_stored(node, self._anchor, node.pages, there)
+            self._mark(nodes, Counter({self._anchor: pages}))
         elif complete:
             self.report_stored(tail, self._anchor, 1)
         else:
             tail.stored = False
         head = nodes[0].parent
-        if refused and not stored_pages and head is not None:
+        if refused and not pages and head is not None:
             # Storage may lack the page before these; to name it again costs little.
             head.stored = False
         self._tree.unlock(tail, device=False)
-        came = [part for node in nodes for part in node.windows if part not in parts and _is_part_to_store(part)]
-        if complete and stored_windows is None and came:
+        came = [part for node in nodes for part in node.windows if part not in parts and _is_unstored(part)]
+        if complete and windows is None and came:
             self.store(tail)
 
-    def _mark_windows(self, parts: list[WindowPart], stored: Counter[str] | None) -> None:
-        for part in parts:
-            pages = part.on_host if stored is None else min(part.on_host, stored[part.name])
+    def _mark(self, holders: Sequence[TreeNode | WindowPart], stored: Counter[str] | None) -> None:
+        """Mark and report what storage has of nodes or window parts, heads first: all, or so many pages by pool."""
+        for held in holders:
+            node, pool = self._pools.events.place(held)
+            pages = node.pages if held is node else held.count(device=False)
+            there = pages if stored is None else min(pages, stored[pool])
             if stored is not None:
-                stored[part.name] -= pages
-            if part.host is not None:
-                part.stored = pages == part.on_host and not self._lacks_part(part)
-                self.report_stored(part.node, part.name, part.on_host, pages)
+                stored[pool] -= there
+            held.stored = held.host is not None and there == pages and not self.lacks(held)
+            self.report_stored(node, pool, pages, there)
 
     # Again
 
@@ -291,35 +275,28 @@ class Backups:
         for operation in self.running.values():
             operation.failed = True
         for node in self._tree.nodes():
-            node.stored = False
-            for part in node.windows:
-                part.stored = False
+            for held in node.holders():
+                held.stored = False
             if self._pools.controller.has_storage and self._is_to_store(node):
                 self._store_later(node)
 
-    def lacks(self, pool: str, node: TreeNode, pages: int | None = None) -> bool:
-        """Return whether storage is known to have removed any of a node's last ``pages`` pages (default: all).
+    def lacks(self, held: TreeNode | WindowPart) -> bool:
+        """Return whether storage is known to have removed any of what a node or a window part has on the host.
 
         Ranks have removals of their own, so that nothing is known among several.
         """
         if self._pools.controller.agreement.needed:
             return False
-        first = 0 if pages is None else -pages * KEY_BYTES
-        return self.presence.lacks_any(pool, key_list(node.keys[first:]))
-
-    def _lacks_part(self, part: WindowPart) -> bool:
-        return self.lacks(part.name, part.node, part.on_host)
+        node, pool = self._pools.events.place(held)
+        return self.presence.lacks_any(pool, key_list(node.keys[-held.count(device=False) * KEY_BYTES :]))
 
     def _unmark_removed(self, node: TreeNode) -> None:
         """Mark what storage has removed as not stored.
 
         Storage makes room from the tail of a prefix on, but may remove a damaged page anywhere in it.
         """
-        if not len(self.presence):
-            return
-        node.stored = node.stored and not self.lacks(self._anchor, node)
-        for part in node.windows:
-            part.stored = part.stored and not self._lacks_part(part)
+        for held in node.holders() if len(self.presence) else ():
+            held.stored = held.stored and not self.lacks(held)
 
     def _unmark_all_removed(self) -> None:
         """Mark all that was removed as not stored, once that is much, so that it costs a few steps a key."""
@@ -340,7 +317,7 @@ class Backups:
             came = min(pages, part.node.pages)
             pages -= came
             if part.host is not None and part.write is None and part.on_host <= came:
-                part.stored = not self._lacks_part(part)
+                part.stored = not self.lacks(part)
             self.report_stored(part.node, part.name, came)
 
     # End
@@ -361,12 +338,14 @@ class Backups:
         first = node.pages - pages
         keys = key_list(node.keys)[first : None if count is None else first + count]
         for run in self.presence.stored(pool, keys, node.key_before(first)):
-            self._pools.events.run(Change.STORED, Tier.STORAGE, pool, run.keys, run.parent, node, first + run.first)
+            at = first + keys.index(run.keys[0])
+            self._pools.events.run(Change.STORED, Tier.STORAGE, pool, run, node, at)
 
     def _report_removed(self, pool: str, runs: Sequence[Run]) -> None:
         for run in runs:
-            self._pools.events.run(Change.REMOVED, Tier.STORAGE, pool, run.keys, run.parent)
+            self._pools.events.run(Change.REMOVED, Tier.STORAGE, pool, run)
 
 
-def _is_part_to_store(part: WindowPart) -> bool:
-    return part.host is not None and part.write is None and not part.stored
+def _is_unstored(held: TreeNode | WindowPart) -> bool:
+    """Return whether something is settled on the host and not in storage."""
+    return held.host is not None and held.write is None and not held.stored

@@ -22,7 +22,7 @@ from .calls import tree_call
 from .components import WindowComponent, WindowPool
 from .events import Events, Listener
 from .evictor import Evictor
-from .keys import SequenceKeys
+from .keys import SequenceKeys, join_keys
 from .node import Pages, TreeNode
 from .order import EvictionOrder
 from .policies import MAX_PRIORITY, MIN_PRIORITY, AnyStrategy, Quota, WritePolicy
@@ -32,7 +32,6 @@ from .radix_tree import RadixTree
 from .requests import Requests, checked_pages
 from .results import InsertResult, Match, Prefetching, Restored, TreeStats, WindowStats
 from .retraction import Retraction
-from .sidecars import register_sidecar
 from .transfers import Transfers
 
 
@@ -113,10 +112,10 @@ class UnifiedRadixCache:
         self._tree = tree = RadixTree(page_size, order, calls, clock)
         for namespace, quota in (quotas or {}).items():
             tree.set_quota(namespace, quota)
-        self._pools = pools = Pools(tree, controller, events)
+        self._pools = pools = Pools(tree, controller, device_allocator, events)
         self._backups = backups = Backups(tree, pools, clock)
         self._transfers = transfers = Transfers(tree, pools, backups)
-        self._evictor = evictor = Evictor(tree, pools, backups, transfers, device_allocator, self)
+        self._evictor = evictor = Evictor(tree, pools, backups, transfers, self)
         self._prefetches = Prefetches(tree, pools, backups, evictor)
         self._requests = requests = Requests(tree, pools, transfers, evictor, self)
         self._retraction = Retraction(tree, pools, transfers, evictor, requests)
@@ -158,7 +157,7 @@ class UnifiedRadixCache:
         If this is more than a match's ``pages``, windows or states are what is missing: other requests diverged there,
         so that it is a good place to save some.
         """
-        return self._requests.known_pages(keys)
+        return sum(same for _, same in self._tree.known(self.root, join_keys(keys)))
 
     @tree_call
     def release(self, match: Match) -> None:
@@ -376,7 +375,7 @@ class UnifiedRadixCache:
         ValueError
             The request is retracted already, or its match is not on the device.
         """
-        return self._retraction.backup(request_id, match, pages, windows=windows)
+        return self._retraction.backup(request_id, match, pages, windows or {})
 
     @tree_call
     def retraction_restore(self, request_id: str) -> Restored | None:
@@ -391,7 +390,7 @@ class UnifiedRadixCache:
     @property
     def retracted(self) -> tuple[str, ...]:
         """Ids of the requests that are off the device."""
-        return self._retraction.requests
+        return tuple(self._retraction.requests)
 
     # Single nodes
 
@@ -441,22 +440,17 @@ class UnifiedRadixCache:
         KeyError
             The source is not in the group.
         """
-        if self.root.children is not None:
-            raise ValueError(
-                f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
-                "or after reset"
-            )
-        register_sidecar(self.controller, spec, entry)
+        self._pools.add_sidecar(spec, entry)
 
     # Inspection, end
 
     def stats(self) -> TreeStats:
         """Size of the tree; walks all of it."""
-        return integrity.sizes(self.root)
+        return integrity.sizes(self._tree)
 
     def window_stats(self, name: PoolName | str) -> WindowStats:
         """Pages of a windowed pool; walks the whole tree."""
-        return integrity.window_sizes(self.root, str(name))
+        return integrity.window_sizes(self._tree, str(name))
 
     def namespace_stats(self, namespace: Namespace | None) -> tuple[int, int]:
         """Device and host pages of a namespace."""
@@ -465,11 +459,11 @@ class UnifiedRadixCache:
 
     def check_integrity(self) -> None:
         """Check every invariant; raises RuntimeError naming the node and the fault."""
-        integrity.check(self.root, self.windows)
+        integrity.check(self._tree)
 
     def pretty(self) -> str:
         """Draw the tree as text, a node a line: pages, tiers (D, H, S), locks, windows."""
-        return integrity.draw(self.root)
+        return integrity.draw(self._tree)
 
     @tree_call
     def reset(self, timeout: float | None = None) -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from ..engine_calls import EngineCalls
 from .keys import KEY_BYTES, Tokens, key_list
 from .node import TreeNode, WindowPart
+from .presence import Run
 
 
 class Tier(StrEnum):
@@ -87,28 +88,25 @@ class Events:
         """Report what a node or a window part has on the device or on the host, except its last ``skip`` pages."""
         if self.listener is None:
             return
-        node, pool = (held, self.anchor) if isinstance(held, TreeNode) else (held.node, held.name)
+        node, pool = self.place(held)
         first, end = node.pages - held.count(device=device), node.pages - skip
         keys = tuple(key_list(node.keys[first * KEY_BYTES : end * KEY_BYTES]))
-        self.run(change, tier(device=device), pool, keys, node.key_before(first), node, first)
+        self.run(change, tier(device=device), pool, Run(keys, node.key_before(first)), node, first)
+
+    def place(self, held: TreeNode | WindowPart) -> tuple[TreeNode, str]:
+        """Return the node of whose pages something has some, and the pool that they are in."""
+        return (held, self.anchor) if isinstance(held, TreeNode) else (held.node, held.name)
 
     def run(
-        self,
-        change: Change,
-        tier: Tier,
-        pool: str,
-        keys: tuple[bytes, ...],
-        parent: bytes | None,
-        node: TreeNode | None = None,
-        first: int = 0,
+        self, change: Change, tier: Tier, pool: str, run: Run, node: TreeNode | None = None, first: int = 0
     ) -> None:
         """Report keys that follow each other; their tokens are those of ``node`` from page ``first`` on."""
         if self.listener is None:
             return
         tokens = None
         if node is not None and node.tokens is not None:
-            tokens = node.tokens[first * self._page_size : (first + len(keys)) * self._page_size]
-        self._calls.call(self.listener, CacheEvent(change, tier, pool, keys, parent, tokens))
+            tokens = node.tokens[first * self._page_size : (first + len(run.keys)) * self._page_size]
+        self._calls.call(self.listener, CacheEvent(change, tier, pool, run.keys, run.parent, tokens))
 
     def all_removed(self, node: TreeNode) -> None:
         """Report that a node and its windows leave every tier that they were reported in."""

@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
-from .allocator import PageAllocator
 from .backups import Backups
 from .node import Pages, Pin, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
 from .pools import Pools
-from .queue import NamespaceUsage, TierQueues
+from .queue import EvictionQueue, NamespaceUsage, TierQueues
 from .radix_tree import RadixTree
 from .results import Match
 from .transfers import Transfers
 
 logger = logging.getLogger(__name__)
+Held = TypeVar("Held", TreeNode, WindowPart)
 
 
 class Evictor:
     """Evicts in the order of the strategy, and writes: each may need the other."""
 
     def __init__(
-        self,
-        tree: RadixTree,
-        pools: Pools,
-        backups: Backups,
-        transfers: Transfers,
-        device_allocator: PageAllocator,
-        settings: TreeSettings,
+        self, tree: RadixTree, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings
     ) -> None:
         self._tree = tree
         self._order = tree.order
         self._pools = pools
         self._backups = backups
         self._transfers = transfers
-        self._device = device_allocator
         self._settings = settings
-        self._pools.reclaim.serve(
-            pools.controller.host_group.anchor_entry,
-            self.evict_host,
-            lambda count: self.evict_device(max(count - device_allocator.available_pages, 0)),
-        )
+        serve, anchor, device = pools.reclaim.serve, pools.controller.host_group.anchor_entry, pools.device_allocator
+        serve(anchor, self.evict_host, lambda count: self.evict_device(max(count - device.available_pages, 0)))
         for name, pool in tree.windows.items():
-            self._pools.reclaim.serve(
-                pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name)
-            )
+            serve(pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name))
 
     @property
     def _writes_back(self) -> bool:
@@ -58,31 +48,42 @@ class Evictor:
 
     def evict_device(self, count: int) -> int:
         """Free device pages; see :meth:`UnifiedRadixCache.evict_device`."""
+        return self._evict_device(self._order.queues.device, count, self._evict_node)
+
+    def evict_window_device(self, name: str, count: int) -> int:
+        """Free device pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_device`."""
+        queue = self._tree.windows[name].device_queue
+        return self._evict_device(queue, count, self._evict_part)
+
+    def _evict_device(self, queue: EvictionQueue[Held], count: int, evict: Callable[[Held, list[Held]], int]) -> int:
+        """Let nodes or window parts leave the device; what is written to the host first leaves together."""
         self._tree.expire()
-        queue, freed = self._order.queues.device, 0
-        saving: list[TreeNode] = []
+        windows = queue is not self._order.queues.device
+        freed = 0
+        saving: list[Held] = []
         try:
             while freed < count:
-                node = queue.pop()
-                if node is None:
+                missing = count - freed - sum(each.count(device=True) for each in saving)
+                held = queue.pop() if missing > 0 else None
+                if held is None:
                     if saving:
-                        freed += self._finish_saving(saving)
-                    elif not self._transfers.release_device(windows=False) and not self._transfers.wait(backups=False):
+                        freed += self._finish_saving(queue, saving)
+                    elif not (self._transfers.release_device(windows=windows) or self._transfers.wait(backups=False)):
                         break
                     continue
-                self._order.evicted_value = node.value
                 try:
-                    freed += self._evict_node(node, saving, count - freed)
+                    freed += evict(held, saving)
                 except BaseException:
-                    self._order.offer(node, device=True)
+                    queue.offer(held)
                     raise
         finally:
             # Also if making room raised: nodes that are being saved are locked until then.
-            freed += self._finish_saving(saving)
+            freed += self._finish_saving(queue, saving)
         return freed
 
-    def _evict_node(self, node: TreeNode, saving: list[TreeNode], missing: int) -> int:
+    def _evict_node(self, node: TreeNode, saving: list[TreeNode]) -> int:
         """Evict a node from the device, or add it to ``saving``; returns how many pages are free now."""
+        self._order.evicted_value = node.value
         if node.host is not None or not self._writes_back:
             self._save_windows(node)
             # Saving may have waited for a load above it that failed, and took the node off the device.
@@ -91,17 +92,19 @@ class Evictor:
             # Its new host part must outlast the device part, or saving one node could undo another's.
             self._tree.lock(node, device=False)
             saving.append(node)
-            return self._finish_saving(saving) if sum(each.pages for each in saving) >= missing else 0
-        if saving and (saved := self._finish_saving(saving)):
+            self._save_windows(node)
+            return 0
+        if saving and (saved := self._finish_saving(self._order.queues.device, saving)):
             self._order.offer(node, device=True)
             return saved
         return self._drop_device(node)
 
-    def _drop_device(self, node: TreeNode) -> int:
-        if node.device is None:
-            return 0
-        self._pools.drop(node, device=True)
-        return node.pages
+    def _evict_part(self, part: WindowPart, saving: list[WindowPart]) -> int:
+        """Evict a window part from the device, or add it to ``saving``; returns how many pages are free now."""
+        if not self.write_window(part):
+            return self._drop_device(part)
+        saving.append(part)
+        return 0
 
     def _save_windows(self, node: TreeNode) -> None:
         """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
@@ -109,24 +112,31 @@ class Evictor:
             for part in node.windows:
                 self.write_window(part)
 
-    def _finish_saving(self, saving: list[TreeNode]) -> int:
-        """Start the writes of nodes that are to leave the device, drop their device parts, empty the list."""
+    def _finish_saving(self, queue: EvictionQueue[Held], saving: list[Held]) -> int:
+        """Start the writes of what is to leave the device, drop it from there, empty the list."""
         freed = 0
         try:
-            for node in saving:
-                self._save_windows(node)
             if saving:
-                self._transfers.release_device(windows=False)
-            for node in saving:
+                self._transfers.release_device(windows=isinstance(saving[0], WindowPart))
+            for held in saving:
                 # One whose write has failed by now is dropped as it is, or it would be tried again without end.
-                if not (node.device_children or node.device_lock):
-                    freed += self._drop_device(node)
+                if queue.evictable(held):
+                    freed += self._drop_device(held)
         finally:
-            for node in saving:
-                self._order.offer(node, device=True)
-                self._tree.unlock(node, device=False)
+            for held in saving:
+                queue.offer(held)
+                if isinstance(held, TreeNode):
+                    self._tree.unlock(held, device=False)
             saving.clear()
         return freed
+
+    def _drop_device(self, held: TreeNode | WindowPart) -> int:
+        pages = held.count(device=True)
+        if isinstance(held, WindowPart):
+            self._pools.drop_window(held, device=True)
+        elif pages:
+            self._pools.drop(held, device=True)
+        return pages
 
     # The host
 
@@ -166,11 +176,27 @@ class Evictor:
 
     def _has_windows_to_store(self, node: TreeNode) -> bool:
         """Return whether a node that leaves memory has windows that are still being written, for storage to keep."""
-        return (
-            node.device is None
-            and self._pools.controller.has_storage
-            and any(part.write is not None for part in node.windows)
-        )
+        written = any(part.write is not None for part in node.windows)
+        return written and node.device is None and self._pools.controller.has_storage
+
+    def evict_window_host(self, name: str, count: int) -> int:
+        """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
+        pool = self._tree.windows[name]
+        self._tree.expire()
+        freed, waits = 0, True
+        while freed < count:
+            part = pool.host_queue.pop()
+            if part is not None:
+                freed += self._pools.drop_window(part, device=False)
+                continue
+            if waits and self._transfers.wait():
+                continue
+            waits = False
+            backup = self._backups.first_holding(pool.name)
+            if backup is None:
+                break
+            self._backups.give_up(backup)
+        return freed
 
     # Quotas
 
@@ -196,75 +222,13 @@ class Evictor:
                 node: TreeNode | None = queue.pop()
                 if node is None:
                     break
-                self._order.evicted_value = node.value
-                if device and node.host is None and self._writes_back and self.write_node(node):
-                    self._tree.lock(node, device=False)
-                    self._finish_saving([node])
+                if device:
+                    saving: list[TreeNode] = []
+                    self._evict_node(node, saving)
+                    self._finish_saving(queue, saving)
                 else:
-                    self._pools.drop(node, device=device)
-
-    # Windowed pools
-
-    def evict_window_device(self, name: str, count: int) -> int:
-        """Free device pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_device`."""
-        pool = self._tree.windows[name]
-        self._tree.expire()
-        freed = 0
-        saving: list[WindowPart] = []
-        try:
-            while freed < count:
-                part = pool.device_queue.pop()
-                if part is None:
-                    if saving:
-                        freed += self._finish_saving_windows(saving)
-                    elif not self._transfers.release_device(windows=True) and not self._transfers.wait(backups=False):
-                        break
-                    continue
-                try:
-                    if not self.write_window(part):
-                        freed += self._pools.drop_window(part, device=True)
-                        continue
-                except BaseException:
-                    pool.offer(part)
-                    raise
-                saving.append(part)
-                if freed + sum(each.on_device for each in saving) >= count:
-                    freed += self._finish_saving_windows(saving)
-        finally:
-            freed += self._finish_saving_windows(saving)
-        return freed
-
-    def _finish_saving_windows(self, saving: list[WindowPart]) -> int:
-        freed = 0
-        try:
-            if saving:
-                self._transfers.release_device(windows=True)
-            for part in saving:
-                if part.device is not None and not part.device_pins:
-                    freed += self._pools.drop_window(part, device=True)
-        finally:
-            self._order.offer_windows(saving)
-            saving.clear()
-        return freed
-
-    def evict_window_host(self, name: str, count: int) -> int:
-        """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
-        pool = self._tree.windows[name]
-        self._tree.expire()
-        freed, waits = 0, True
-        while freed < count:
-            part = pool.host_queue.pop()
-            if part is not None:
-                freed += self._pools.drop_window(part, device=False)
-                continue
-            if waits and self._transfers.wait():
-                continue
-            waits = False
-            backup = self._backups.first_holding(pool.name)
-            if backup is None:
-                break
-            self._backups.give_up(backup)
-        return freed
+                    self._order.evicted_value = node.value
+                    self._pools.drop(node, device=False)
 
     # Writes
 
@@ -369,21 +333,25 @@ class Evictor:
 
     def device_room(self) -> int:
         """Return the device pages that are free."""
-        return self._pools.smallest(self._device.available_pages)
+        return self._pools.smallest(self._pools.device_allocator.available_pages)
+
+    def _make_room(self, count: int, free: Callable[[], int], evict: Callable[[int], object]) -> int:
+        """Evict until ``count`` pages are free, as far as possible; returns how many are."""
+        room = self._pools.smallest(free())
+        if room < count:
+            evict(count - room)
+            self._pools.calls.raise_first()
+            room = self._pools.smallest(free())
+        return room
 
     def make_device_room(self, count: int) -> bool:
         """Evict until ``count`` device pages are free; returns whether they are."""
-        room = self.device_room()
-        if room < count:
-            self.evict_device(count - room)
-            self._pools.calls.raise_first()
-            room = self.device_room()
-        return room >= count
+        return self._make_room(count, lambda: self._pools.device_allocator.available_pages, self.evict_device) >= count
 
     def alloc_device(self, count: int) -> Pages | None:
         """Allocate device pages; None if there are too few."""
-        pages = self._device.alloc_pages(count) if self.make_device_room(count) else None
-        return self._pools.on_all_ranks(pages, self._device.free_pages)
+        pages = self._pools.device_allocator.alloc_pages(count) if self.make_device_room(count) else None
+        return self._pools.on_all_ranks(pages, self._pools.device_allocator.free_pages)
 
     def alloc_window_device(self, name: str, count: int) -> Pages | None:
         """Allocate device pages of a windowed pool; None if there are too few."""
@@ -404,20 +372,14 @@ class Evictor:
     def alloc_host(self, count: int) -> torch.Tensor | None:
         """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
         pool = self._pools.controller.mem_pool_host
-        room = self._pools.smallest(pool.available_size() // self._tree.page_size)
-        if room < count:
-            self.evict_host(count - room)
-            self._pools.calls.raise_first()
-            count = min(count, self._pools.smallest(pool.available_size() // self._tree.page_size))
+        room = self._make_room(count, lambda: pool.available_size() // self._tree.page_size, self.evict_host)
+        count = min(count, room)
         with self._pools.reclaim.held():
             return pool.alloc(count * self._tree.page_size) if count else None
 
     def make_window_host_room(self, name: str, count: int) -> None:
         """Evict until a windowed pool has ``count`` free host pages, as far as possible."""
-        missing = count - self._pools.smallest(self._tree.windows[name].free_host_pages())
-        if missing > 0:
-            self.evict_window_host(name, missing)
-            self._pools.calls.raise_first()
+        self._make_room(count, self._tree.windows[name].free_host_pages, partial(self.evict_window_host, name))
 
     def alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
         """Take host slots of a windowed pool; None if there are too few."""

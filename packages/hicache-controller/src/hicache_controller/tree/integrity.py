@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from itertools import product
 
 import numpy as np
 
-from .components import WindowPool
-from .node import Pages, TreeNode, WindowPart, unpack
+from .events import tier
+from .node import Pages, TreeNode, WindowPart, joined
+from .radix_tree import RadixTree
 from .results import TreeStats, WindowStats
 
 
-def check(root: TreeNode, windows: Mapping[str, WindowPool]) -> None:
-    """Check every invariant below a root; raises RuntimeError naming the node and the fault."""
-    parts: dict[str, list[Pages]] = {"device": [], "host": []}
-    for node in _nodes(root):
+def check(tree: RadixTree) -> None:
+    """Check every invariant of a tree; raises RuntimeError naming the node and the fault."""
+    pages: dict[str, list[Pages]] = {}
+    for node in (tree.root, *tree.nodes()):
         _check_children(node)
-        if node is not root:
-            _check_node(node, root, parts)
-            for part in node.windows:
-                _check_window(part, node, windows, parts)
-    for name, pages in parts.items():
-        joined = np.concatenate(pages) if pages else np.empty(0, np.int64)
-        if len(np.unique(joined)) != len(joined):
-            raise RuntimeError(f"a {name} page belongs to two nodes")
+        if node is tree.root:
+            continue
+        _check_node(node)
+        for held, device in product(node.holders(), (True, False)):
+            if held.part(device=device) is not None:
+                place = _check_pages(tree, node, held, device=device)
+                pages.setdefault(place, []).append(joined([held], device=device))
+    for place, mine in pages.items():
+        numbers = np.concatenate(mine)
+        if len(np.unique(numbers)) != len(numbers):
+            raise RuntimeError(f"a {place} page belongs to two nodes")
 
 
 def _check_children(node: TreeNode) -> None:
-    for child in node.all_children():
+    children = node.all_children()
+    for child in children:
         if child.parent is not node or node.child(child.key(0)) is not child:
             raise RuntimeError(f"node {child.id} is wrongly a child of node {node.id}")
-    counts = (
-        sum(child.device is not None for child in node.all_children()),
-        sum(child.host is not None for child in node.all_children()),
-    )
+    counts = tuple(sum(child.part(device=device) is not None for child in children) for device in (True, False))
     if counts != (node.device_children, node.host_children):
         raise RuntimeError(
             f"node {node.id} counts {node.device_children} device and {node.host_children} host children; "
@@ -41,74 +43,60 @@ def _check_children(node: TreeNode) -> None:
         )
 
 
-def _check_node(node: TreeNode, root: TreeNode, parts: dict[str, list[Pages]]) -> None:
-    if not node.present:
+def _check_node(node: TreeNode) -> None:
+    above = node.parent
+    if not node.present or above is None:
         raise RuntimeError(f"node {node.id} is in no tier")
-    if node.parent is not None and node.depth != node.parent.depth + node.pages:
-        raise RuntimeError(f"node {node.id} ends at page {node.depth}; its parent ends at {node.parent.depth}")
+    if node.depth != above.depth + node.pages:
+        raise RuntimeError(f"node {node.id} ends at page {node.depth}; its parent ends at {above.depth}")
     if node.device_lock < 0 or node.host_lock < 0:
         raise RuntimeError(f"node {node.id} has locks {node.device_lock} and {node.host_lock}")
-    above = node.parent
-    for name, mine, theirs, lock, children, bit in (
-        ("device", node.device, above and above.device, node.device_lock, node.device_children, 1),
-        ("host", node.host, above and above.host, node.host_lock, node.host_children, 2),
-    ):
-        if mine is None:
-            continue
-        if len(unpack(mine)) != node.pages:
-            raise RuntimeError(f"node {node.id} has {node.pages} keys and {len(unpack(mine))} {name} pages")
-        if theirs is None and above is not root:
-            raise RuntimeError(f"node {node.id} has a {name} part and its parent has none")
-        if not lock and not children and not node.queued & bit:
-            raise RuntimeError(f"node {node.id} is an unlocked leaf of the {name} and does not wait for eviction")
-        parts[name].append(unpack(mine))
+    for part in node.windows:
+        if part.node is not node or not part.covered:
+            raise RuntimeError(f"node {node.id} has a part in {part.name} that is empty or another node's")
     in_flight = [operation for operation in (node.write, node.load, node.backup) if operation is not None]
     if any(node not in operation.nodes for operation in in_flight):
         raise RuntimeError(f"node {node.id} is not among the nodes of its own transfer")
 
 
-def _check_window(
-    part: WindowPart, node: TreeNode, windows: Mapping[str, WindowPool], parts: dict[str, list[Pages]]
-) -> None:
-    pool = windows[part.name]
-    if part.node is not node or not part.covered:
-        raise RuntimeError(f"node {node.id} has a part in {part.name} that is empty or another node's")
-    for name, mine, pins, queue in (
-        ("device", part.device, part.device_pins, pool.device_queue),
-        ("host", part.host, part.host_pins, pool.host_queue),
-    ):
-        if mine is None:
-            continue
-        pages = unpack(mine)
-        if not 0 < len(pages) <= node.pages:
-            raise RuntimeError(f"node {node.id} has {node.pages} pages and {len(pages)} {name} pages of {part.name}")
-        if any(part not in pin.parts for pin in pins):
-            raise RuntimeError(f"a pin of node {node.id}'s part in {part.name} does not know it")
-        if not pins and part not in queue:
-            raise RuntimeError(f"node {node.id}'s part in {part.name} does not wait for eviction from the {name}")
-        parts.setdefault(f"{name} {part.name}", []).append(pages)
+def _check_pages(tree: RadixTree, node: TreeNode, held: TreeNode | WindowPart, *, device: bool) -> str:
+    """Check what a node or its part in a windowed pool has in a tier; returns the tier and the pool."""
+    side, count = tier(device=device), held.count(device=device)
+    if isinstance(held, TreeNode):
+        queue, place = tree.order.queues.device if device else tree.order.queues.host, str(side)
+        if count != node.pages:
+            raise RuntimeError(f"node {node.id} has {node.pages} keys and {count} {side} pages")
+        if node.parent is not None and node.parent.part(device=device) is None and node.parent is not tree.root:
+            raise RuntimeError(f"node {node.id} has a {side} part and its parent has none")
+    else:
+        pool, place = tree.windows[held.name], f"{side} {held.name}"
+        queue, pins = (pool.device_queue, held.device_pins) if device else (pool.host_queue, held.host_pins)
+        if not 0 < count <= node.pages:
+            raise RuntimeError(f"node {node.id} has {node.pages} pages and {count} {side} pages of {held.name}")
+        if any(held not in pin.parts for pin in pins):
+            raise RuntimeError(f"a pin of node {node.id}'s part in {held.name} does not know it")
+    if queue.evictable(held) and held not in queue:
+        raise RuntimeError(f"node {node.id} may leave the {place} and does not wait for eviction")
+    return place
 
 
-def sizes(root: TreeNode) -> TreeStats:
+def sizes(tree: RadixTree) -> TreeStats:
     """Return the size of a tree."""
-    nodes = [node for node in _nodes(root) if node is not root]
-    return TreeStats(
-        len(nodes),
-        sum(node.pages for node in nodes if node.device is not None),
-        sum(node.pages for node in nodes if node.host is not None),
-    )
+    nodes = list(tree.nodes())
+    device, host = (sum(node.count(device=device) for node in nodes) for device in (True, False))
+    return TreeStats(len(nodes), device, host)
 
 
-def window_sizes(root: TreeNode, pool: str) -> WindowStats:
+def window_sizes(tree: RadixTree, pool: str) -> WindowStats:
     """Return the size of a windowed pool in a tree."""
-    parts = [part for node in _nodes(root) if (part := node.window(pool)) is not None]
+    parts = [part for node in tree.nodes() if (part := node.window(pool)) is not None]
     return WindowStats(sum(part.on_device for part in parts), sum(part.on_host for part in parts))
 
 
-def draw(root: TreeNode) -> str:
+def draw(tree: RadixTree) -> str:
     """Draw a tree as text, a node a line."""
     lines: list[str] = []
-    stack = [(root, 0)]
+    stack = [(tree.root, 0)]
     while stack:
         node, depth = stack.pop()
         tiers = _letters(node.device, node.host, node.stored)
@@ -127,11 +115,3 @@ def _letters(device: object | None, host: object | None, stored: bool) -> str:
         letter if present else "-"
         for letter, present in (("D", device is not None), ("H", host is not None), ("S", stored))
     )
-
-
-def _nodes(root: TreeNode) -> Iterator[TreeNode]:
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.all_children())

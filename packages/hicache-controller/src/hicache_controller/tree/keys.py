@@ -87,7 +87,7 @@ class SequenceKeys:
 def join_keys(keys: Sequence[bytes]) -> bytes:
     """Join page keys to one run of bytes; ValueError unless each has :data:`KEY_BYTES`."""
     blob = b"".join(keys)
-    if len(blob) != KEY_BYTES * len(keys) or any(len(key) != KEY_BYTES for key in keys):
+    if not {KEY_BYTES}.issuperset(map(len, keys)):
         raise ValueError(f"keys hold {len(blob)} bytes for {len(keys)} pages; {KEY_BYTES} bytes a page are needed")
     return blob
 

@@ -19,6 +19,9 @@ Pages = npt.NDArray[np.int64]
 NO_PAGES: Pages = np.empty(0, np.int64)
 NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
+PagesByPool = dict[str, Pages]
+"""Pages of the anchor and of windowed pools, by their names."""
+
 PackedPages = int | bytes
 """Page numbers as nodes and window parts keep them: a run of neighbours as one integer, all else as int32.
 
@@ -170,7 +173,7 @@ class Operation:
     device_pin, host_pin
         Window parts that move.
     holds_device
-        Whether the tail's device lock is still held.
+        Whether the device parts are still kept.
     consumer
         Id in the layer counter, for loads.
     whole
@@ -187,7 +190,6 @@ class Operation:
     consumer: int = -1
     whole: bool = True
     failed: bool = False
-    done: bool = False
 
     @property
     def target_pin(self) -> Pin:

@@ -83,13 +83,11 @@ class EvictionOrder:
         for part in parts:
             self.windows[part.name].offer(part)
 
-    def all_queues(self, namespaces: Iterable[TierQueues | None]) -> Iterator[EvictionQueue[Any]]:
-        """Yield every queue, those of some namespaces included."""
+    def all_queues(self) -> Iterator[EvictionQueue[Any]]:
+        """Yield every queue, except those of namespaces."""
         yield from self.queues
         for pool in self.windows.values():
             yield from (pool.device_queue, pool.host_queue)
-        for own in namespaces:
-            yield from own or ()
 
 
 def namespace_queues() -> TierQueues:

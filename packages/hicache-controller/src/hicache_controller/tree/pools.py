@@ -7,12 +7,15 @@ from typing import TypeVar
 
 import torch
 
+from hicache_pools.group import PoolEntry
 from hicache_pools.pool_transfer import PoolTransfer
 
 from ..controller import HiCacheController
+from ..pool_transfers import SidecarPoolSpec
+from .allocator import PageAllocator
 from .components import SlotPages
 from .events import Change, Events
-from .node import NO_PAGES, Pages, TreeNode, WindowPart, unpack
+from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
 from .radix_tree import RadixTree
 from .reclaim import Reclaim
 
@@ -28,6 +31,8 @@ class Pools:
     ----------
     controller
         Moves the pages.
+    device_allocator
+        Hands out the anchor's device pages.
     events
         Where to report what changes.
     calls
@@ -38,14 +43,38 @@ class Pools:
         Name of the anchor's pool.
     """
 
-    def __init__(self, tree: RadixTree, controller: HiCacheController, events: Events) -> None:
+    def __init__(
+        self, tree: RadixTree, controller: HiCacheController, device_allocator: PageAllocator, events: Events
+    ) -> None:
         self._tree = tree
-        self._converter = SlotPages(tree.page_size)
+        self.device_allocator = device_allocator
         self.controller = controller
         self.events = events
         self.calls = tree.calls
         self.reclaim = Reclaim(controller)
         self.anchor = events.anchor
+        windows = {name: pool.converter for name, pool in tree.windows.items()}
+        self._converters = {self.anchor: SlotPages(tree.page_size), **windows}
+
+    def add_sidecar(self, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
+        """Add a pool that shares slots; see :meth:`UnifiedRadixCache.register_sidecar_pool`."""
+        if self._tree.root.children is not None:
+            raise ValueError(
+                f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
+                "or after reset"
+            )
+        if spec.pool_name != entry.name:
+            raise ValueError(f"spec is for pool {spec.pool_name!s} and entry is {entry.name!s}; both must be the same")
+        source = self.controller.host_group.get_pool(spec.indices_from_pool)
+        for what in ("page_size", "size"):
+            mine, theirs = int(getattr(entry.host_pool, what)), int(getattr(source, what))
+            if mine != theirs if what == "page_size" else mine < theirs:
+                raise ValueError(
+                    f"pool {entry.name!s} has {what} {mine}; it shares the slots of {spec.indices_from_pool!s}, which "
+                    f"has {theirs}, and needs {'the same' if what == 'page_size' else 'at least as many'}"
+                )
+        self.controller.add_entry(entry)
+        self.controller.add_sidecar(spec)
 
     # Ranks
 
@@ -66,14 +95,11 @@ class Pools:
 
     def slots(self, pages: Pages, pool: str | None = None) -> torch.Tensor:
         """Return the slots of pages of the anchor, or of a windowed pool."""
-        return self._converter_of(pool).slots(pages)
+        return self._converters[pool or self.anchor].slots(pages)
 
     def pages(self, slots: torch.Tensor, pool: str | None = None) -> Pages:
         """Return the pages of slots, which may be on the device."""
-        return self._converter_of(pool).pages(slots.cpu())
-
-    def _converter_of(self, pool: str | None) -> SlotPages:
-        return self._converter if pool is None else self._tree.windows[pool].converter
+        return self._converters[pool or self.anchor].pages(slots.cpu())
 
     def pages_of(self, transfer: PoolTransfer, *, device: bool) -> Pages:
         """Return the pages that a transfer of a windowed pool has on the device, or on the host."""
@@ -82,7 +108,7 @@ class Pools:
 
     def free(self, pages: Pages, *, device: bool, pool: str | None = None) -> int:
         """Give pages back; returns how many are free now. Those in flight are freed when their transfers are done."""
-        converter, controller = self._converter_of(pool), self.controller
+        converter, controller = self._converters[pool or self.anchor], self.controller
         slots = converter.slots(pages)
         freed = (controller.evict_device if device else controller.evict_host)(slots, pool=pool)
         return freed // converter.page_size
@@ -99,12 +125,10 @@ class Pools:
     def drop(self, node: TreeNode, *, device: bool) -> int:
         """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
         freed = 0
-        packed = node.part(device=device)
-        if packed is not None:
+        if node.part(device=device) is not None:
             if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
                 self.controller.storage.skipped(node.pages)
-            freed = self.free(unpack(packed), device=device)
-            self._report_removed(node, device=device)
+            freed = self._take_off(node, device=device)
             self._tree.clear_part(node, device=device)
         if not node.present:
             self.remove(node)
@@ -116,22 +140,26 @@ class Pools:
             for device in (True, False):
                 self.calls.call(self.drop_window, part, device=device)
                 if part.part(device=device) is not None:  # the engine did not take its pages back
-                    self._forget_window(part, device=device)
+                    self._report_removed(part, device=device)
+                    self._tree.clear_window(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
     def free_all(self) -> None:
         """Free the device pages of every node; host pages are freed by the reset of the controller."""
         for node in list(self._tree.nodes()):
-            for part in node.windows:
+            for held in node.holders():
                 # What a load is still to fill is freed by the controller.
-                if part.device is not None and part.load is None:
-                    self.calls.call(self.free, unpack(part.device), device=True, pool=part.name)
-                part.device = part.host = None
-            if node.device is not None and node.load is None:
-                self.calls.call(self.free, unpack(node.device), device=True)
-            # Queues and old matches may still hold the node; it has nothing any more.
-            node.device = node.host = None
+                if held.device is not None and held.load is None:
+                    pages, (_, pool) = joined([held], device=True), self.events.place(held)
+                    self.calls.call(self.free, pages, device=True, pool=pool)
+                # Queues and old matches may still hold it; it has nothing any more.
+                held.device = held.host = None
+
+    def _take_off(self, held: TreeNode | WindowPart, *, device: bool) -> int:
+        freed = self.free(joined([held], device=device), device=device, pool=self.events.place(held)[1])
+        self._report_removed(held, device=device)
+        return freed
 
     def _report_removed(self, held: TreeNode | WindowPart, *, device: bool) -> None:
         if held.transfer(device=device) is None:
@@ -141,17 +169,11 @@ class Pools:
 
     def drop_window(self, part: WindowPart, *, device: bool) -> int:
         """Take one side of a part off its tier; returns its pages."""
-        packed = part.part(device=device)
-        if packed is None:
-            return 0
-        pages = unpack(packed)
-        self.free(pages, device=device, pool=part.name)
-        self._forget_window(part, device=device)
-        return len(pages)
-
-    def _forget_window(self, part: WindowPart, *, device: bool) -> None:
-        self._report_removed(part, device=device)
-        self._tree.clear_window(part, device=device)
+        pages = part.count(device=device)
+        if pages:
+            self._take_off(part, device=device)
+            self._tree.clear_window(part, device=device)
+        return pages
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch
+
 from hicache_pools.pool_transfer import PoolTransfer
 
 from ..wait_bound import WaitBound
@@ -41,42 +43,32 @@ class Prefetches:
         found = self._find(rest) if rest and self._pools.controller.has_storage else 0
         if not found:
             return nothing
+        keys, slots, started = rest[:found], NO_SLOTS, None
+        transfers: list[PoolTransfer] = []
         # What comes needs a host part above it, which must stay until then.
         self._tree.lock(match.node, device=False)
-        started = None
         try:
-            started = self._start_after(match, rest[:found])
-        finally:
-            if started is None:
-                self._tree.unlock(match.node, device=False)
-        if started is None:
-            return nothing
-        self._backups.prefetches[started] = rest[: self._pages_of(started)]
-        return started
-
-    def _start_after(self, match: Match, keys: list[bytes]) -> Prefetching | None:
-        slots = self._evictor.alloc_host(len(keys)) if self._evictor.settle_on_host(match.node) else None
-        if slots is None:
-            slots = NO_SLOTS
-        transfers: list[PoolTransfer] = []
-        started = None
-        try:
+            if self._evictor.settle_on_host(match.node) and (taken := self._evictor.alloc_host(found)) is not None:
+                slots = taken
             # If one rank has no room, all have none, or some would wait for an answer that others never give.
-            room = self._pools.smallest(len(slots) // self._tree.page_size)
-            if 0 < room < len(keys) and self._tree.windows:
+            room = self._pools.smallest(self._pages_of(slots))
+            if 0 < room < found and self._tree.windows:
                 # A shorter prefix counts only if the windows of its own end are stored.
                 room = self._find(keys[:room])
-            slots, spare = slots[: room * self._tree.page_size], slots[room * self._tree.page_size :]
+            keys, spare = keys[:room], slots[room * self._tree.page_size :]
+            slots = slots[: room * self._tree.page_size]
             self._pools.controller.evict_host(spare)
-            if room and self._alloc_windows(keys[:room], transfers):
+            if room and self._alloc_windows(keys, transfers):
                 operation = self._pools.controller.prefetch(
-                    slots, keys[:room], request_id=str(self._tree.new_id()), pool_transfers=transfers
+                    slots, keys, request_id=str(self._tree.new_id()), pool_transfers=transfers
                 )
                 started = Prefetching(match, slots, transfers, operation, self._pools.controller.storage.changes)
+                self._backups.prefetches[started] = keys
         finally:
             if started is None:
                 self._pools.free_host(slots, transfers)
-        return started
+                self._tree.unlock(match.node, device=False)
+        return nothing if started is None else started
 
     def _alloc_windows(self, keys: list[bytes], transfers: list[PoolTransfer]) -> bool:
         """Take host slots for the last pages of every windowed pool; False if one has no room."""
@@ -98,8 +90,8 @@ class Prefetches:
             self._backups.presence.storing(name, keys[max(0, found - pages) : found])
         return found
 
-    def _pages_of(self, started: Prefetching) -> int:
-        return len(started.slots) // self._tree.page_size
+    def _pages_of(self, slots: torch.Tensor) -> int:
+        return len(slots) // self._tree.page_size
 
     # End
 
@@ -114,7 +106,7 @@ class Prefetches:
             if wait:
                 with self._pools.controller.storage.one_call() as bound:
                     operation.wait(bound.left())
-            got, room = self._pools.controller.finish_prefetch(operation), self._pages_of(started)
+            got, room = self._pools.controller.finish_prefetch(operation), self._pages_of(started.slots)
         except BaseException:
             operation.cancel()
             self._end(started, 0)
@@ -128,7 +120,7 @@ class Prefetches:
 
     def _end(self, started: Prefetching, got: int) -> None:
         del self._backups.prefetches[started]
-        if got < self._pages_of(started):
+        if got < self._pages_of(started.slots):
             self._pools.free_host(started.slots[got * self._tree.page_size :], started.transfers)
         self._tree.unlock(started.match.node, device=False)
 
@@ -154,8 +146,8 @@ class Prefetches:
         node = match.node
         for node, own in self._tree.follow(match, len(pages)):
             if node.host is None:
-                node.stored = stored and not self._backups.lacks(self._pools.anchor, node)
                 self._tree.set_part(node, pages[own], device=False)
+                node.stored = stored and not self._backups.lacks(node)
                 self._pools.events.held(Change.STORED, node, device=False)
                 if stored:
                     self._backups.report_stored(node, self._pools.anchor, node.pages)

@@ -8,17 +8,10 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Keys that follow one another, and the key before them (None at the start of a sequence).
-
-    Attributes
-    ----------
-    first
-        Where the run begins among the keys it was cut from.
-    """
+    """Keys that follow one another, and the key before them (None at the start of a sequence)."""
 
     keys: tuple[bytes, ...]
     parent: bytes | None
-    first: int = 0
 
 
 class StoragePresence:
@@ -61,7 +54,7 @@ class StoragePresence:
 
     def __len__(self) -> int:
         """Parts of pages that were removed and not stored since."""
-        return sum(len(gone) for gone in self._gone.values())
+        return sum(map(len, self._gone.values()))
 
     def storing(self, pool: str, keys: Iterable[bytes]) -> None:
         """Forget earlier removals of a pool's pages that are being stored, or that storage says it has."""
@@ -92,19 +85,10 @@ class StoragePresence:
         if not self._remember:
             return []
         known, gone = self._parents.setdefault(pool, {}), self._gone.get(pool, ())
-        runs: list[Run] = []
-        fresh: list[bytes] = []
-        for at, key in enumerate(keys):
-            if key not in known and key not in gone:
-                known[key] = parent
-                fresh.append(key)
-            elif fresh:
-                runs.append(Run(tuple(fresh), known[fresh[0]], at - len(fresh)))
-                fresh = []
-            parent = key
-        if fresh:
-            runs.append(Run(tuple(fresh), known[fresh[0]], len(keys) - len(fresh)))
-        return runs
+        before = zip(keys, (parent, *keys), strict=False)
+        fresh = {key: parent for key, parent in before if key not in known and key not in gone}
+        known.update(fresh)
+        return _chains(fresh)
 
     def forget_all(self) -> list[tuple[str, Run]]:
         """Forget a storage; returns what was reported to be there, by pool."""

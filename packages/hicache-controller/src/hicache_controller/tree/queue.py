@@ -48,7 +48,7 @@ class EvictionQueue(Generic[Item]):
     def __init__(self, bit: int, rank: Callable[[Item], Rank], evictable: Callable[[Item], bool]) -> None:
         self._bit = bit
         self._rank = rank
-        self._evictable = evictable
+        self.evictable = evictable
         self._heap: list[tuple[Any, ...]] = []
         self._clean_up_at = _MIN_CLEANUP
 
@@ -61,7 +61,7 @@ class EvictionQueue(Generic[Item]):
 
         Returns its new entry, which another queue of the same ranks can share if the item is offered to it right after.
         """
-        if not item.queued & self._bit and self._evictable(item):
+        if not item.queued & self._bit and self.evictable(item):
             if len(self._heap) >= self._clean_up_at:
                 self._clean_up()
             item.queued |= self._bit
@@ -76,7 +76,7 @@ class EvictionQueue(Generic[Item]):
             if not item.queued & self._bit:
                 continue
             item.queued &= ~self._bit
-            if not self._evictable(item):
+            if not self.evictable(item):
                 continue
             if tuple(rank) == self._rank(item):
                 found: Item = item
@@ -95,7 +95,7 @@ class EvictionQueue(Generic[Item]):
             item = entry[-1]
             if not item.queued & self._bit:
                 continue
-            if not self._evictable(item):
+            if not self.evictable(item):
                 item.queued &= ~self._bit
             elif entry[:-1] <= self._rank(item):
                 # Cleared until the end, so that a second entry is not kept.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
@@ -16,7 +16,7 @@ from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
 from .keys import KEY_BYTES, common_pages, own_tokens
-from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, pack, unpack
+from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, joined, pack
 from .order import EvictionOrder, namespace_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
 from .queue import NamespaceUsage
@@ -55,7 +55,7 @@ class RadixTree:
         self.root = TreeNode(0, None, b"")
         self._next_id = 1
         self._namespaces: WeakValueDictionary[Namespace, NamespaceUsage] = WeakValueDictionary()
-        self._limited: dict[Namespace, NamespaceUsage] = {}
+        self._limited: set[NamespaceUsage] = set()
         self._references: Counter[tuple[int, bool]] = Counter()
         self._pinned: set[Match] = set()
         self._timed: list[tuple[float, int, Match]] = []
@@ -72,10 +72,12 @@ class RadixTree:
         self._references.clear()
         self._pinned.clear()
         self._timed.clear()
-        for queue in self.order.all_queues(usage.queues for usage in usages):
+        for queue in self.order.all_queues():
             queue.clear()
         for usage in usages:
             usage.device_pages = usage.host_pages = 0
+            for queue in usage.queues or ():
+                queue.clear()
 
     # Namespaces
 
@@ -89,12 +91,12 @@ class RadixTree:
 
     def set_quota(self, namespace: Namespace | None, quota: Quota) -> None:
         """Set the quota of a namespace, and queue its leaves if it had none."""
-        key, usage = NO_NAMESPACE if namespace is None else namespace, self.usage(namespace)
+        usage = self.usage(namespace)
         usage.quota = quota
         if quota == NO_QUOTA:
-            self._limited.pop(key, None)
+            self._limited.discard(usage)
             return
-        self._limited[key] = usage
+        self._limited.add(usage)
         if usage.queues is None:
             usage.queues = namespace_queues()
             for node in self.nodes():
@@ -188,6 +190,12 @@ class RadixTree:
         """Return whether every windowed pool has what a prefix ending with ``node`` needs, on some side."""
         return all(self.needed(node, name) is not None for name in self.windows)
 
+    def check_windows(self, names: Iterable[str]) -> None:
+        """Raise ValueError unless these are windowed pools of the tree."""
+        for name in names:
+            if name not in self.windows:
+                raise ValueError(f"windows has {name!s}; the tree's components are {list(self.windows)}")
+
     def last_restorable(self, node: TreeNode) -> TreeNode:
         """Go up from a node that may have left the tree to the end of the longest prefix that can be restored.
 
@@ -217,19 +225,9 @@ class RadixTree:
         parent = node.parent
         if parent is None:
             raise RuntimeError("the root cannot be split")
-        head = TreeNode(
-            self.new_id(),
-            parent,
-            node.keys[: at * KEY_BYTES],
-            node.owner,
-            node.depth - node.pages + at,
-            node.created,
-            hits=node.hits,
-            value=node.value,
-            priority=node.priority,
-            last_access=node.last_access,
-        )
-        head.stored = node.stored
+        head = TreeNode(self.new_id(), parent, node.keys[: at * KEY_BYTES], node.owner, parent.depth + at, node.created)
+        head.hits, head.value, head.stored = node.hits, node.value, node.stored
+        head.priority, head.last_access = node.priority, node.last_access
         node.keys = node.keys[at * KEY_BYTES :]
         if node.device is not None:
             head.device, node.device = cut(node.device, at)
@@ -298,8 +296,7 @@ class RadixTree:
     @staticmethod
     def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
         """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        packed = part.part(device=device)
-        part.set_part(pack(pages if packed is None else np.concatenate((pages, unpack(packed)))), device=device)
+        part.set_part(pack(np.concatenate((pages, joined([part], device=device)))), device=device)
 
     def clear_window(self, part: WindowPart, *, device: bool) -> None:
         """Forget a part's pages in a tier; the caller frees them."""
@@ -416,7 +413,7 @@ class RadixTree:
     def raise_pending(self) -> None:
         """Raise what a callback of the engine has raised, or an interrupt that has arrived."""
         self.calls.raise_first()
-        interruptibly(_do_nothing)
+        interruptibly(lambda: None)
 
     def keep_match(self, match: Match, seconds: float) -> None:
         """Pin what a match covers once more, for some seconds."""
@@ -430,7 +427,3 @@ class RadixTree:
             self.unpin_match(heapq.heappop(self._timed)[2])
             expired += 1
         return expired
-
-
-def _do_nothing() -> None:
-    pass

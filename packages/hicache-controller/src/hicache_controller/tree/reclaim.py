@@ -6,12 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hicache_pools.pool_entry import PoolEntry
 
 from ..controller import HiCacheController
 
 logger = logging.getLogger(__name__)
+
+
+class _Callback(partial[None]):
+    """What a pool that is short calls; its type tells a tree's from an engine's."""
 
 
 class Reclaim:
@@ -32,11 +37,11 @@ class Reclaim:
         """Note which thread uses the tree."""
         self._thread = threading.get_ident()
 
-    def evict(self, entry: PoolEntry, evict: Callable[[int], object], pages: int) -> None:
+    def _evict(self, entry: PoolEntry, evict: Callable[[int], object], slots: int) -> None:
         """Evict for an allocation from a pool that is short, if that may be now."""
         if self._may_evict(entry):
             with self.held(), self._controller.engine_calls, self._controller.storage.one_call():
-                evict(pages)
+                evict(-(-slots // int(entry.host_pool.page_size)))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -52,9 +57,9 @@ class Reclaim:
     ) -> None:
         """Let a pool call ``fn(pages)``; replaces callbacks of an earlier tree, never those that the engine has set."""
         if entry.host_evict_fn is None or isinstance(entry.host_evict_fn, _Callback):
-            entry.host_evict_fn = _Callback(self, entry, evict_host)
+            entry.host_evict_fn = _Callback(self._evict, entry, evict_host)
         if entry.device_evict_fn is None or isinstance(entry.device_evict_fn, _Callback):
-            entry.device_evict_fn = _Callback(self, entry, evict_device)
+            entry.device_evict_fn = _Callback(self._evict, entry, evict_device)
 
     def _may_evict(self, entry: PoolEntry) -> bool:
         if self._working:
@@ -66,16 +71,3 @@ class Reclaim:
             logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
             return False
         return True
-
-
-class _Callback:
-    """What a pool that is short calls; its type tells a tree's from an engine's."""
-
-    def __init__(self, reclaim: Reclaim, entry: PoolEntry, evict: Callable[[int], object]) -> None:
-        self._reclaim = reclaim
-        self._entry = entry
-        self._evict = evict
-        self._page_size = int(entry.host_pool.page_size)
-
-    def __call__(self, slots: int) -> None:
-        self._reclaim.evict(self._entry, self._evict, -(-slots // self._page_size))

@@ -12,7 +12,7 @@ from ..hashing import Namespace
 from .events import Change
 from .evictor import Evictor
 from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
-from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined, unpack
+from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
 from .policies import TreeSettings
 from .pools import Pools
 from .radix_tree import RadixTree
@@ -48,17 +48,9 @@ class Requests:
         if self._tree.windows:
             node = self._tree.last_restorable(node)
         match = self._tree.pin_match(Request(blob, self._tree.usage(namespace), priority, tokens), node)
-        try:
+        with self._tree.handing_out(match):
             self._evictor.use(node, priority)
-            self._tree.raise_pending()
-        except BaseException:
-            self._tree.unpin_match(match)
-            raise
         return match
-
-    def known_pages(self, keys: Sequence[bytes]) -> int:
-        """Return how many pages the anchor has; see :meth:`UnifiedRadixCache.known_pages`."""
-        return sum(same for _, same in self._tree.known(self._tree.root, join_keys(keys)))
 
     @staticmethod
     def device_pages(match: Match) -> Pages:
@@ -75,9 +67,9 @@ class Requests:
         """Return the device pages of a window; see :meth:`UnifiedRadixCache.window_page_numbers`."""
         found = []
         for part, needed in self._tree.needed(match.node, name) or ():
-            if part.device is None or part.on_device < needed:
+            if part.on_device < needed:
                 raise ValueError(f"the match has pages of {name} on the host; load_back must come first")
-            found.append(unpack(part.device)[part.on_device - needed :])
+            found.append(joined([part], device=True)[part.on_device - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
     # Loads
@@ -172,10 +164,10 @@ class Requests:
     def _settle_next(self, match: Match, pages: int) -> None:
         """Wait for loads of what the tree has of the next ``pages`` pages after a match."""
         keys = match.keys[match.pages * KEY_BYTES : (match.pages + pages) * KEY_BYTES]
-        while self._transfers.loads and any(
-            node.load is not None or any(part.load is not None for part in node.windows)
-            for node, _ in self._tree.known(match.node, keys)
-        ):
+        while self._transfers.loads:
+            known = (held for node, _ in self._tree.known(match.node, keys) for held in node.holders())
+            if not any(held.load is not None for held in known):
+                break
             self._transfers.poll(wait=True)
 
     def settle(self, match: Match) -> Match:
@@ -185,9 +177,7 @@ class Requests:
         return match if arrived is match else self._evictor.replace(match, arrived)
 
     def _wait(self, match: Match) -> None:
-        while any(node.load is not None for node in match.node.path()) or any(
-            part.load is not None for part in match.device_pin.parts
-        ):
+        while any(held.load is not None for held in (*match.node.path(), *match.device_pin.parts)):
             self._transfers.poll(wait=True)
 
     def _arrived(self, match: Match) -> Match:
@@ -200,27 +190,21 @@ class Requests:
     # Insert
 
     def insert(
-        self,
-        match: Match,
-        pages: Pages,
-        count: int | None,
-        windows: Mapping[str, Pages],
-        computed_tokens: int | None,
+        self, match: Match, pages: Pages, count: int | None, windows: Mapping[str, Pages], computed_tokens: int | None
     ) -> InsertResult:
         """Insert computed pages; see :meth:`UnifiedRadixCache.insert`."""
         self._tree.check_pinned(match)
         count = self._count_to_publish(match, pages, count, computed_tokens)
+        self._tree.check_windows(windows)
         for name, given in windows.items():
-            if name not in self._tree.windows:
-                raise ValueError(f"windows has {name!s}; the tree's components are {list(self._tree.windows)}")
             if len(given) > count:
                 raise ValueError(f"windows has {len(given)} pages of {name!s} for {count} published pages")
         self._settle_next(match, count)
         self._tree.order.tick += 1
         node, duplicates = self._publish(match, pages[:count])
-        parts = [
-            part for name, given in windows.items() for part in self._pools.adopt_window(node, name, given, device=True)
-        ]
+        parts: list[WindowPart] = []
+        for name, given in windows.items():
+            parts += self._pools.adopt_window(node, name, given, device=True)
         result = self._tree.pin_match(match, node)
         self._tree.order.offer_windows(parts)
         if duplicates:
@@ -270,7 +254,7 @@ def checked_pages(pages: Pages, page_num: int) -> Pages:
         raise ValueError(f"pages has shape {checked.shape} and type {checked.dtype}; accepted are integers [n]")
     if checked.size and not 0 <= int(checked.min()) <= int(checked.max()) < page_num:
         raise ValueError(f"pages runs from {checked.min()} to {checked.max()}; accepted is 0..{page_num - 1}")
-    if len(np.unique(checked)) != checked.size:
+    if not (checked[1:] > checked[:-1]).all() and not np.diff(np.sort(checked)).all():
         raise ValueError("pages names a page twice; every page is accepted once")
     return checked.astype(np.int64, copy=False)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
-import torch
-
-from .components import trailing
 from .evictor import Evictor
-from .node import NO_PAGES, NO_SLOTS, Pages, Pin, TreeNode
+from .node import NO_PAGES, Pages, PagesByPool, Pin, TreeNode
 from .pools import Pools
 from .radix_tree import RadixTree
 from .requests import Requests
@@ -19,13 +17,11 @@ from .transfers import Transfers
 
 @dataclass(frozen=True, eq=False)
 class _Retracted:
-    """A request on the host: its prefix, pinned there, and its own slots by pool (the anchor's first)."""
+    """A request on the host: its match, its prefix's windows there, pinned, and its own pages there."""
 
     match: Match
-    node: TreeNode
     pin: Pin
-    anchor: torch.Tensor
-    windows: dict[str, torch.Tensor]
+    pages: PagesByPool
 
 
 class Retraction:
@@ -44,39 +40,34 @@ class Retraction:
         self._transfers = transfers
         self._evictor = evictor
         self._requests = requests
-        self._retracted: dict[str, _Retracted] = {}
+        self.requests: dict[str, _Retracted] = {}
 
-    @property
-    def requests(self) -> tuple[str, ...]:
-        """Their ids."""
-        return tuple(self._retracted)
-
-    def backup(
-        self, request_id: str, match: Match, pages: Pages, *, windows: Mapping[str, Pages] | None = None
-    ) -> bool:
+    def backup(self, request_id: str, match: Match, pages: Pages, windows: Mapping[str, Pages]) -> bool:
         """Take a request off the device; see :meth:`UnifiedRadixCache.retraction_backup`.
 
         Its prefix is pinned on the host before anything moves, and only what has arrived leaves the device; so a False
         leaves the request as it was, and so does an interrupt, which comes while this waits.
         """
-        if request_id in self._retracted:
+        if request_id in self.requests:
             raise ValueError(f"request {request_id} is retracted already; restore or discard must come first")
         if not match.on_device:
             raise ValueError(f"match has {match.host_pages} pages on the host; load_back must come before retraction")
+        self._tree.check_windows(windows)
         if not self._evictor.settle_on_host(match.node):
             return False
+        own = {self._pools.anchor: pages, **windows}
         node, pin, moved = match.node, Pin(device=False), None
         self._tree.lock(node, device=False)
         try:
             if self._pin_windows(node, pin):
-                moved = self._write(pages, windows or {})
+                moved = self._write(own)
         finally:
             if moved is None:
                 self._unpin(node, pin)
         if moved is None:
             return False
-        self._retracted[request_id] = _Retracted(match, node, pin, *moved)
-        self._free_device(pages, windows or {})
+        self.requests[request_id] = _Retracted(match, pin, moved)
+        self._free(own, device=True)
         self._evictor.release(match)
         return True
 
@@ -85,41 +76,38 @@ class Retraction:
 
         An interrupt comes while this waits, and leaves the request as it was.
         """
-        kept = self._retracted[request_id]
+        kept = self.requests[request_id]
         found = None
-        match = self._tree.pin_match(kept.match, kept.node)
+        match = self._tree.pin_match(kept.match, kept.match.node)
         try:
             match = self._requests.load_all(match)
-            found = self._load(kept) if match.pages == kept.match.pages else None
+            found = self._load(kept.pages) if match.pages == kept.match.pages else None
             self._tree.raise_pending()
         except BaseException:
             if found is not None:
-                self._free_device(*found)
+                self._free(found, device=True)
             self._evictor.release(match)
             raise
         if found is None:
             self._evictor.release(match)
             return None
         self.discard(request_id)
-        return Restored(match, *found)
+        return Restored(match, found.pop(self._pools.anchor), found)
 
     def discard(self, request_id: str) -> None:
         """Forget a retracted request; KeyError if there is none of that id."""
-        kept = self._retracted.pop(request_id)
-        self._free_host(kept.anchor, kept.windows)
-        self._unpin(kept.node, kept.pin)
+        kept = self.requests.pop(request_id)
+        self._free(kept.pages, device=False)
+        self._unpin(kept.match.node, kept.pin)
 
     def clear(self) -> None:
         """Drop every request, as the pools are about to be cleared."""
-        self._retracted.clear()
+        self.requests.clear()
 
-    def _free_host(self, anchor: torch.Tensor, windows: Mapping[str, torch.Tensor]) -> None:
-        self._pools.free_host(anchor, [trailing(name, slots) for name, slots in windows.items()])
-
-    def _free_device(self, pages: Pages, windows: Mapping[str, Pages]) -> None:
-        for pool, mine in ((None, pages), *windows.items()):
+    def _free(self, pages: PagesByPool, *, device: bool) -> None:
+        for pool, mine in pages.items():
             if len(mine):
-                self._pools.calls.call(self._pools.free, mine, device=True, pool=pool)
+                self._pools.calls.call(self._pools.free, mine, device=device, pool=pool)
 
     def _unpin(self, node: TreeNode, pin: Pin) -> None:
         self._tree.unpin(pin)
@@ -135,39 +123,30 @@ class Retraction:
             self._transfers.poll(wait=True)
         return all(part.host is not None for part in pin.parts)
 
-    def _write(self, pages: Pages, windows: Mapping[str, Pages]) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+    def _write(self, pages: PagesByPool) -> PagesByPool | None:
         """Move private pages to the host; None, with nothing taken, if there is no room or the write failed."""
-        given = {name: mine for name, mine in windows.items() if len(mine)}
-        if not len(pages) and not given:
-            return NO_SLOTS, {}
-        operation, slots = self._transfers.new(device=False), self._pools.slots(pages)
-        transfers = [trailing(name, self._pools.slots(mine, name), on_device=True) for name, mine in given.items()]
-        for name, mine in given.items():
-            self._evictor.make_window_host_room(name, len(mine))
-        host = self._transfers.queue(operation, slots, transfers)
-        if host is None and self._evictor.evict_host(len(pages)):
-            host = self._transfers.queue(operation, slots, transfers)
-        if host is None:
-            return None
-        taken = host, {str(each.name): each.host_indices for each in transfers if each.host_indices is not None}
-        arrived = self._transfers.wait_for(operation, lambda: self._free_host(*taken))
-        return taken if arrived else None
+        for name, mine in pages.items():
+            if name != self._pools.anchor:
+                self._evictor.make_window_host_room(name, len(mine))
+        return self._move(pages, device=False)
 
-    def _load(self, kept: _Retracted) -> tuple[Pages, dict[str, Pages]] | None:
+    def _load(self, pages: PagesByPool) -> PagesByPool | None:
         """Move private pages to the device; None, with nothing taken, if there is no room or the load failed."""
-        if not kept.anchor.numel() and not kept.windows:
-            return NO_PAGES, {}
-        if not self._evictor.make_device_room(kept.anchor.numel() // self._tree.page_size):
+        if not self._evictor.make_device_room(len(pages[self._pools.anchor])):
             return None
-        for name, slots in kept.windows.items():
-            if not self._evictor.make_window_room(name, len(self._pools.pages(slots, name))):
+        for name, mine in pages.items():
+            if name != self._pools.anchor and not self._evictor.make_window_room(name, len(mine)):
                 return None
-        transfers = [trailing(name, slots) for name, slots in kept.windows.items()]
-        operation = self._transfers.new(device=True)
-        device = self._transfers.queue(operation, kept.anchor, transfers)
-        if device is None:
+        return self._move(pages, device=True)
+
+    def _move(self, pages: PagesByPool, *, device: bool) -> PagesByPool | None:
+        if not any(len(mine) for mine in pages.values()):
+            return {self._pools.anchor: NO_PAGES}
+        operation = self._transfers.new(device=device)
+        target = self._transfers.queue(operation, pages)
+        if target is None and not device and self._evictor.evict_host(len(pages[self._pools.anchor])):
+            target = self._transfers.queue(operation, pages)
+        if target is None:
             return None
-        windows = {str(each.name): self._pools.pages_of(each, device=True) for each in transfers}
-        taken = self._pools.pages(device), windows
-        arrived = self._transfers.wait_for(operation, lambda: self._free_device(*taken))
-        return taken if arrived else None
+        arrived = self._transfers.wait_for(operation, partial(self._free, target, device=device))
+        return target if arrived else None

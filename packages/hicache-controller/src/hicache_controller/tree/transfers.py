@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
-from hicache_pools.pool_transfer import PoolTransfer
-
 from ..operations import Ack
 from .backups import Backups
 from .components import trailing
 from .events import Change
-from .node import Operation, TreeNode, WindowPart, joined, pack, unpack
+from .node import Operation, PagesByPool, TreeNode, WindowPart, joined, pack
 from .pools import Pools
 from .radix_tree import RadixTree
 
@@ -44,18 +40,24 @@ class Transfers:
 
     # Starts
 
-    def queue(
-        self, operation: Operation, slots: torch.Tensor, transfers: Sequence[PoolTransfer] = ()
-    ) -> torch.Tensor | None:
-        """Take slots of the target and queue a load or a write; None, with nothing taken, if a rank has too few.
+    def queue(self, operation: Operation, pages: PagesByPool) -> PagesByPool | None:
+        """Take pages of the target for those given, and queue the transfer; None, with nothing taken, if too few.
 
-        Ranks have equal trees, but their storages may still read different pages that have left.
+        That may be on another rank: ranks have equal trees, but their storages may still read different pages that have
+        left.
         """
-        controller = self._pools.controller
-        start = controller.load if operation.device else controller.write
+        device, controller = operation.device, self._pools.controller
+        start = controller.load if device else controller.write
+        slots = {pool: self._pools.slots(mine, pool) for pool, mine in pages.items()}
+        anchor = slots.pop(self._pools.anchor)
+        transfers = [trailing(pool, mine, on_device=not device) for pool, mine in slots.items() if len(mine)]
         with self._pools.reclaim.held():
-            target = start(slots, node_id=operation.id, pool_transfers=transfers)
-        return self._pools.on_all_ranks(target, lambda _: self._cancel(operation))
+            target = start(anchor, node_id=operation.id, pool_transfers=transfers)
+        target = self._pools.on_all_ranks(target, lambda _: self._cancel(operation))
+        if target is None:
+            return None
+        windows = {str(each.name): self._pools.pages_of(each, device=device) for each in transfers}
+        return {self._pools.anchor: self._pools.pages(target), **windows}
 
     def _cancel(self, operation: Operation) -> None:
         controller = self._pools.controller
@@ -66,14 +68,11 @@ class Transfers:
 
         A load is started at once; the next poll starts what is to be written, merged.
         """
-        moved = [*nodes, *(part for parts in windows.values() for part in parts)]
-        if any(each.part(device=not device) is None for each in moved):
+        moved: dict[str, Sequence[TreeNode | WindowPart]] = {self._pools.anchor: nodes, **windows}
+        if any(each.part(device=not device) is None for held in moved.values() for each in held):
             return False
-        operation, transfers = self.new(device=device), []
-        for pool, parts in windows.items():
-            slots = self._pools.slots(joined(parts, device=not device), pool)
-            transfers.append(trailing(pool, slots, on_device=not device))
-        target = self.queue(operation, self._pools.slots(joined(nodes, device=not device)), transfers)
+        operation = self.new(device=device)
+        target = self.queue(operation, {pool: joined(held, device=not device) for pool, held in moved.items()})
         if target is None:
             return False
         self._running(device=device)[operation.id] = operation
@@ -81,20 +80,18 @@ class Transfers:
         if nodes:
             self._tree.lock(nodes[-1], device=True)
             self._tree.lock(nodes[-1], device=False)
-        for each in moved:
-            each.set_transfer(operation, device=device)
-        pages, at = self._pools.pages(target), 0
-        for node in nodes:
-            self._tree.set_part(node, pages[at : at + node.pages], device=device)
-            at += node.pages
-        for transfer, parts in zip(transfers, windows.values(), strict=True):
-            pages, at = self._pools.pages_of(transfer, device=device), 0
-            for part in parts:
-                end = at + part.count(device=not device)
-                part.set_part(pack(pages[at:end]), device=device)
-                at = end
-                operation.device_pin.hold(part)
-                operation.host_pin.hold(part)
+        for pool, held in moved.items():
+            first = 0
+            for each in held:
+                end = first + each.count(device=not device)
+                each.set_transfer(operation, device=device)
+                if isinstance(each, TreeNode):
+                    self._tree.set_part(each, target[pool][first:end], device=device)
+                else:
+                    each.set_part(pack(target[pool][first:end]), device=device)
+                    operation.device_pin.hold(each)
+                    operation.host_pin.hold(each)
+                first = end
         if device:
             operation.consumer = self._pools.controller.start_loading()
         return True
@@ -104,17 +101,13 @@ class Transfers:
 
         The controller makes the next user of the slots wait until the write has read them.
         """
-        if windows:
-            held = [operation for operation in self.writes.values() if operation.device_pin.parts]
-        else:
-            held = [operation for operation in self.writes.values() if operation.nodes and operation.holds_device]
+        held = [each for each in self.writes.values() if each.holds_device and bool(each.nodes) is not windows]
         if held:
             self._pools.controller.start_writing()
         for operation in held:
-            if windows:
-                self._tree.unpin(operation.device_pin)
-            else:
-                operation.holds_device = False
+            operation.holds_device = False
+            self._tree.unpin(operation.device_pin)
+            if operation.nodes:
                 self._tree.unlock(operation.nodes[0], device=True)
         return bool(held)
 
@@ -123,7 +116,7 @@ class Transfers:
     def _end(self, operation: Operation, *, failed: bool) -> None:
         """Note that a transfer has ended; the controller freed what a failed one was to fill."""
         device = operation.device
-        operation.done, operation.failed = True, failed
+        operation.failed = failed
         parts = [part for part in operation.target_pin.parts if part.transfer(device=device) is operation]
         self._tree.unpin(operation.device_pin, operation.host_pin)
         for part in parts:
@@ -180,10 +173,11 @@ class Transfers:
             call(self._cancel, operation)
         elif not failed:
             # It is done, so its slots are the tree's to give back.
-            moved = [(None, node.part(device=device)) for node in operation.nodes]
-            for pool, packed in moved + [(part.name, part.part(device=device)) for part in operation.target_pin.parts]:
-                if packed is not None:
-                    call(self._pools.free, unpack(packed), device=device, pool=pool)
+            moved: list[TreeNode | WindowPart] = [*operation.nodes, *operation.target_pin.parts]
+            for held in moved:
+                _, pool = self._pools.events.place(held)
+                if held.part(device=device) is not None:
+                    call(self._pools.free, joined([held], device=device), device=device, pool=pool)
         self._end(operation, failed=True)
 
     # Outcomes
@@ -245,13 +239,14 @@ class Transfers:
 
         An interrupted wait frees the slots taken for the operation; for a finished one, ``give_back`` does that.
         """
-        self._running(device=operation.device)[operation.id] = operation
+        running = self._running(device=operation.device)
+        running[operation.id] = operation
         try:
             self._pools.controller.start_loading()
-            while not operation.done:
+            while operation.id in running:
                 self.poll(wait=True)
         except BaseException:
-            if not operation.done:
+            if operation.id in running:
                 self.abandon(operation)
             elif not operation.failed:
                 give_back()
