@@ -351,11 +351,6 @@ class PrefetchOperation(StorageTask):
         """
         return self._usable() if self._agreed is None else self._agreed
 
-    @property
-    def done(self) -> bool:
-        """Whether storage is done with its host slots."""
-        return self.host_ready.query()
-
     def wait(self, timeout: float | None = None) -> int:
         """Block until it is over, agree with the other ranks, and return :attr:`completed_pages`.
 
