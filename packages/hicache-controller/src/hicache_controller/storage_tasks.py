@@ -222,7 +222,7 @@ class StorageTask(InFlightOperation):
         """Make the calls to storage."""
         raise NotImplementedError
 
-    def _move_pages(self, operation: str, move: Callable[[StoragePart], int]) -> bool:
+    def _move_pages(self, move: Callable[[StoragePart], int], count: Callable[[int], None]) -> bool:
         """Move pages in order, in every whole part, until it has to stop; return False at one that does not move."""
         calls = self.calls
         while self.moved_pages < self.pages and not calls.stopping.is_set():
@@ -233,7 +233,7 @@ class StorageTask(InFlightOperation):
             moved = min(move(part.batch(start, end)) for part in self.whole_parts)
             self.moved_pages += moved
             self.moved_at = time.monotonic()
-            calls.metrics.count(f"{operation}_pages", moved)
+            count(moved)
             if moved < end - start:
                 return False
         return True
@@ -294,7 +294,7 @@ class BackupOperation(StorageTask):
 
     def _move(self) -> None:
         """Store pages in order; none after a page that cannot be stored, as it could never be found."""
-        self._move_pages("backup", self._store)
+        self._move_pages(self._store, lambda pages: self.calls.metrics.count("backup_pages", pages))
         if self.moved_pages < self.pages:
             self._count_missing(self.parts[0], self.pages - self.moved_pages)
             return
@@ -376,7 +376,9 @@ class PrefetchOperation(StorageTask):
         complete = all(
             self._begin_call(slice(None)) and calls.fetch(part) == len(part.keys) for part in self.trailing_parts
         )
-        complete = complete and self._move_pages("prefetch", calls.fetch)
+        complete = complete and self._move_pages(
+            calls.fetch, lambda pages: calls.metrics.count("prefetch_pages", pages)
+        )
         left = self.pages - self.moved_pages
         if not complete and not self.cancelled:
             calls.metrics.count("prefetch_missing_pages", left)
