@@ -22,8 +22,15 @@ class FailureLog:
         kind = (direction, type(error))
         first = kind not in self._warned
         self._warned.add(kind)
-        level, rest = (logging.WARNING, "; others are logged at DEBUG and counted") if first else (logging.DEBUG, "")
-        logger.log(level, "a %s failed with %r%s", direction, error, rest, exc_info=error)
+        if first:
+            logger.warning(
+                "a %s failed with %s; others are logged at DEBUG and counted",
+                direction,
+                repr(error),
+                exc_info=error,
+            )
+        else:
+            logger.debug("a %s failed with %s", direction, repr(error), exc_info=error)
 
 
 class LogLimit:

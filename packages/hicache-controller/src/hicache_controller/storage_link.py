@@ -26,9 +26,8 @@ from .operations import StorageAck
 from .policies import PrefetchPolicy
 from .storage.base import ANCHOR, HiCacheStorage, RemovalListener
 from .storage.generic import StorageBackend, TensorPages
-from .storage_lookup import StorageLookup
 from .storage_settings import StorageSettings
-from .storage_tasks import BackupOperation, PrefetchOperation, StorageCalls, StoragePart, StorageTask
+from .storage_tasks import BackupOperation, PrefetchOperation, StorageCalls, StorageLookup, StoragePart, StorageTask
 from .transfer_engine import L2TransferEngine
 from .wait_bound import WaitBound
 from .worker import Worker
@@ -174,7 +173,7 @@ class StorageLink:
             store.register_mem_pool_host(anchor_pool)
             for name, pool in sidecars.items():
                 store.register_mem_pool_host(pool, name=name)
-            calls = StorageCalls(store, self._metrics, settings, self.skipped)
+            calls = StorageCalls(store, self._metrics, self._agreement, settings, self.skipped)
             backups = self._worker("backup", settings.backup_queue_pages)
             prefetches, lookups = (self._worker(name, settings.prefetch_queue_pages) for name in ("prefetch", "lookup"))
             lookup = StorageLookup(calls, lookups, self._logs)
@@ -357,12 +356,7 @@ class StorageLink:
         """Queue pages to come from storage; see :meth:`HiCacheController.prefetch`."""
         attached = self.need_backend()
         operation = PrefetchOperation(
-            request_id=request_id,
-            calls=attached.calls,
-            worker=attached.prefetches,
-            parts=parts,
-            uses=uses,
-            agreement=self._agreement,
+            request_id=request_id, calls=attached.calls, worker=attached.prefetches, parts=parts, uses=uses
         )
         after = self._engine.predecessors(uses).events
         if not parts:

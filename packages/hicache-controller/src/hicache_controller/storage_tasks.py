@@ -1,4 +1,4 @@
-"""What storage workers run: backups and prefetches, their calls to storage, and the host pages that these use now."""
+"""What storage workers run: backups, prefetches and lookups, their calls, and the host pages that these use now."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hicache_pools.pool_transfer import PoolHitPolicy
+from hicache_pools.pool_transfer import PoolHitPolicy, PoolTransfer
 
 from .agreement import Agreement
 from .events import HostSignal
+from .failure_log import LogLimit
 from .in_flight import InFlight, PageUse
 from .metrics import Metrics
 from .operations import OperationCancelledError, StorageAck
+from .storage.backoff import Backoff
 from .storage.base import HiCacheStorage
 from .storage.generic import TensorPages
 from .storage_settings import StorageSettings
 from .transfer_handle import InFlightOperation, Writer
-from .wait_bound import checked_timeout
+from .wait_bound import WaitBound, checked_timeout
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class StorageCalls:
     ----------
     store, metrics
         The storage, and where to count.
+    agreement
+        Of the ranks.
     settings
         Pages a call, and attempts at a page.
     skipped
@@ -86,6 +90,7 @@ class StorageCalls:
 
     store: HiCacheStorage | TensorPages
     metrics: Metrics
+    agreement: Agreement
     settings: StorageSettings
     skipped: Callable[[int, str], None]
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -217,7 +222,7 @@ class StorageTask(InFlightOperation):
         """Make the calls to storage."""
         raise NotImplementedError
 
-    def _move_pages(self, operation: str, move: Callable[[StoragePart], int]) -> bool:
+    def _move_pages(self, move: Callable[[StoragePart], int], count: Callable[[int], None]) -> bool:
         """Move pages in order, in every whole part, until it has to stop; return False at one that does not move."""
         calls = self.calls
         while self.moved_pages < self.pages and not calls.stopping.is_set():
@@ -228,7 +233,7 @@ class StorageTask(InFlightOperation):
             moved = min(move(part.batch(start, end)) for part in self.whole_parts)
             self.moved_pages += moved
             self.moved_at = time.monotonic()
-            calls.metrics.count(f"{operation}_pages", moved)
+            count(moved)
             if moved < end - start:
                 return False
         return True
@@ -289,7 +294,7 @@ class BackupOperation(StorageTask):
 
     def _move(self) -> None:
         """Store pages in order; none after a page that cannot be stored, as it could never be found."""
-        self._move_pages("backup", self._store)
+        self._move_pages(self._store, lambda pages: self.calls.metrics.count("backup_pages", pages))
         if self.moved_pages < self.pages:
             self._count_missing(self.parts[0], self.pages - self.moved_pages)
             return
@@ -330,14 +335,11 @@ class PrefetchOperation(StorageTask):
     ----------
     request_id
         As given to ``prefetch``.
-    agreement
-        Of the ranks.
     began
         When it was queued, in ``time.monotonic``.
     """
 
     request_id: str
-    agreement: Agreement
     began: float = field(default_factory=time.monotonic, init=False)
     _agreed: int | None = field(default=None, init=False)
 
@@ -348,11 +350,6 @@ class PrefetchOperation(StorageTask):
         Where a pool has a part for the last pages only, a shorter prefix is of no use: all pages count, or none.
         """
         return self._usable() if self._agreed is None else self._agreed
-
-    @property
-    def done(self) -> bool:
-        """Whether storage is done with its host slots."""
-        return self.host_ready.query()
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it is over, agree with the other ranks, and return :attr:`completed_pages`.
@@ -369,7 +366,7 @@ class PrefetchOperation(StorageTask):
             timeout = checked_timeout(timeout)
             if not self.host_ready.synchronize(self.calls.settings.timeout_seconds if timeout is None else timeout):
                 self.cancel()
-            self._agreed = self.agreement.smallest([self._usable()])[0]
+            self._agreed = self.calls.agreement.smallest([self._usable()])[0]
         return self._agreed
 
     def _move(self) -> None:
@@ -379,7 +376,9 @@ class PrefetchOperation(StorageTask):
         complete = all(
             self._begin_call(slice(None)) and calls.fetch(part) == len(part.keys) for part in self.trailing_parts
         )
-        complete = complete and self._move_pages("prefetch", calls.fetch)
+        complete = complete and self._move_pages(
+            calls.fetch, lambda pages: calls.metrics.count("prefetch_pages", pages)
+        )
         left = self.pages - self.moved_pages
         if not complete and not self.cancelled:
             calls.metrics.count("prefetch_missing_pages", left)
@@ -388,3 +387,74 @@ class PrefetchOperation(StorageTask):
 
     def _usable(self) -> int:
         return self.moved_pages if self.moved_pages == self.pages or not self.trailing_parts else 0
+
+
+@dataclass(eq=False, kw_only=True, repr=False)
+class _Lookup(StorageTask):
+    """A question to storage: which prefixes of some keys it can restore, in pages."""
+
+    keys: Sequence[bytes]
+    transfers: Sequence[PoolTransfer]
+    found: Sequence[int] = ()
+
+    def _move(self) -> None:
+        self.found = self.calls.store.restorable_lengths(self.keys, self.transfers)
+
+
+class StorageLookup:
+    """Lookups in one storage, on a worker of their own.
+
+    While a lookup that took too long has no answer, and in a pause after it, callers that would wait no longer than it
+    was waited for get a miss at once.
+
+    Parameters
+    ----------
+    calls
+        The storage that is asked, and the settings.
+    worker
+        Where it is asked.
+    logs
+        What keeps the log short.
+    """
+
+    def __init__(self, calls: StorageCalls, worker: Worker, logs: LogLimit) -> None:
+        self._calls = calls
+        self.worker = worker
+        self._logs = logs
+        limit = calls.settings.back_off_seconds
+        self._pause = Backoff(time.monotonic, first=min(0.1, limit), limit=limit)
+        self._overdue: _Lookup | None = None
+        self._in_vain = 0.0
+
+    def lengths(self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], bound: WaitBound) -> Sequence[int]:
+        """Return every number of leading pages of which storage has all that the pools need; none if it is too slow."""
+        patience = bound.left()
+        if patience <= self._in_vain and (self._pause.active or self._is_out(0)):
+            return ()
+        if self._is_out(patience):
+            self._in_vain = patience
+            return ()
+        lookup = _Lookup(calls=self._calls, worker=self.worker, keys=keys, transfers=transfers)
+        if not self.worker.submit(lookup):
+            return ()
+        if not lookup.host_ready.synchronize(bound.left()):
+            self._note_overdue(lookup, patience)
+            return ()
+        self._pause.succeeded()
+        self._overdue, self._in_vain = None, 0.0
+        if lookup.error is not None:
+            self._calls.metrics.count("storage_errors", operation="exists")
+            return ()
+        return lookup.found
+
+    def _is_out(self, patience: float) -> bool:
+        """Return whether a lookup that took too long still has no answer, after waiting for it."""
+        return self._overdue is not None and not self._overdue.host_ready.synchronize(patience)
+
+    def _note_overdue(self, lookup: _Lookup, patience: float) -> None:
+        self._overdue, self._in_vain = lookup, patience
+        self._calls.metrics.count("storage_timeouts", operation="exists")
+        self._pause.failed()
+        if self._logs.due("exists"):
+            pause = self._calls.settings.back_off_seconds
+            logger.warning("storage did not answer within %s s; nothing is looked up for up to %s s", patience, pause)

@@ -50,7 +50,6 @@ class FilePages:
     def __init__(
         self, root: str, capacity: int | None, lock: Lock, counts: Counter[str], removed: Callable[[bytes, str], None]
     ) -> None:
-        self.root = root
         self._limited = capacity is not None
         self._capacity = MAX_WHOLE if capacity is None else capacity
         self._lock = lock
@@ -82,10 +81,6 @@ class FilePages:
     def has(self, page: bytes, part: str, page_bytes: int) -> bool:
         """Return whether a part is there, in full."""
         return self.size(page, part) == page_bytes + FOOTER_BYTES
-
-    def temporary_path(self, page: bytes, part: str) -> str:
-        """Return a name next to a part's path that no other thread or process writes to."""
-        return self.directory.temporary_path(self.path(page, part))
 
     # What is known
 
@@ -156,7 +151,7 @@ class FilePages:
         with self._lock:
             if not self.lost:
                 return
-            fresh = StorageDirectory(self.root)
+            fresh = StorageDirectory(self.directory.root)
             self.directory.close()
             self.directory = fresh
             self.lost = False

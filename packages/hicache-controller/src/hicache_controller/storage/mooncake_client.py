@@ -231,8 +231,12 @@ class MooncakeClient:
 
     def _check_registered(self, code: int, size: int) -> None:
         if code != 0:
-            what = f"registering {size} bytes of host memory returned {code}"
-            logger.warning("Mooncake at %s: %s; RDMA cannot use them", self._master, what)
+            logger.warning(
+                "Mooncake at %s: registering %d bytes of host memory returned %d; RDMA cannot use them",
+                self._master,
+                size,
+                code,
+            )
 
 
 def _check_alive(master: str, seconds: float) -> None:

@@ -10,6 +10,8 @@ every version; in version 1 nothing came before them, and key and parent, of 32 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import stat
 import struct
@@ -19,7 +21,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from .allocate import allocate
 from .base import MAX_KEY_BYTES
 
 MAGIC = b"HICACHEP"
@@ -36,6 +37,9 @@ _FIRST_READ = 4 << 10
 _READ_AHEAD_FROM = 64 << 10
 _ALLOCATE_FROM = 64 << 10
 _MAX_VIEWS = 1000  # Linux accepts at most 1,024 in one call
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class Outcome(StrEnum):
@@ -126,7 +130,7 @@ def write_page(
     file = new_file(path) if old is None else old
     try:
         if old is None and page.size >= _ALLOCATE_FROM:
-            allocate(file, size)
+            _allocate(file, size)
         checksum, offset = xxhash.xxh3_128(), 0
         *first, last = pieces(views) or [[]]
         for piece in first:
@@ -143,6 +147,23 @@ def write_page(
         raise
     finally:
         os.close(file)
+
+
+def _allocate(file: int, size: int) -> None:
+    """Allocate ``size`` bytes of a new file, where the file system can; elsewhere writing does it.
+
+    ``os.posix_fallocate`` would write into every block where the file system cannot.
+
+    Raises
+    ------
+    OSError
+        Where the file system can, but has no room or fails.
+    """
+    if _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code))
 
 
 def new_file(path: str) -> int:

@@ -34,7 +34,7 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PageEntry] = {}
-        self._children: Counter[bytes] = Counter()
+        self._children: dict[bytes, int] = {}
         self._leaves: list[tuple[int, int, PageEntry]] = []
         self._pushes = 0
         self._same_parts: dict[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]] = {}
@@ -62,13 +62,14 @@ class PageIndex:
                 parent = before_it.key  # one object for both
             entry = self._entries[key] = PageEntry(key, parent, tick)
             if parent is not None:
-                self._children[parent] += 1
+                self._children[parent] = self._children.get(parent, 0) + 1
             if key not in self._children:
                 self._queue(entry)
         entry.tick = max(tick, entry.tick)
         parts = dict(entry.parts)
-        self.total_bytes += size - parts.get(part, 0)
-        self._set_parts(entry, parts | {part: size})
+        if parts.get(part) != size:
+            self.total_bytes += size - parts.get(part, 0)
+            self._set_parts(entry, parts | {part: size})
 
     def touch(self, key: bytes, tick: int) -> None:
         """Note a use; unknown keys are ignored. Ancestors count as used for as long as the page is there."""

@@ -123,7 +123,8 @@ class PageWriter:
                 self._write_all(jobs)
                 full = sum(job.error is not None and job.error.errno in _FULL for job in jobs)
                 if not full:
-                    return self._publish(jobs)
+                    self._publish(jobs)
+                    return
             warn_once(
                 f"storage {directory.root}: the disk or this user's quota is full; pages are evicted to store others"
             )
@@ -148,7 +149,7 @@ class PageWriter:
 
     def _write(self, job: Job) -> None:
         spare = self.files.take_spare()
-        job.path = self.files.temporary_path(job.page, self._part) if spare is None else spare
+        job.path = spare or self.files.directory.temporary_path(self.files.path(job.page, self._part))
         try:
             # Its time is the page's place in the order of use, not the moment a busy disk was done with it.
             write_page(
@@ -182,7 +183,7 @@ class PageWriter:
                 remove_file(job.path)
                 if is_blocked(path):  # of this page alone
                     self.count(write_errors=1)
-                    where = f"storage {self.files.root}: {path}"
+                    where = f"storage {self.files.directory.root}: {path}"
                     warn_once(f"{where} is not a file, so its page cannot be stored; remove it")
                 else:
                     failure = failure or error
