@@ -33,7 +33,7 @@ def in_child(function: Callable[[], object]) -> str:
         warnings.simplefilter("ignore", DeprecationWarning)  # forks of a process with threads are what is tried
         child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(120)
         try:
             told = f"returned {function()}"
         except BaseException as error:
