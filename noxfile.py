@@ -50,7 +50,7 @@ OF_TORCH = (
     )),
     *(f"controller/test_{name}" for name in (
         "controller", "controller_failures", "controller_ranks", "controller_slots", "controller_stateful",
-        "engine_hazards", "engine_in_flight", "forks", "gil", "hashing", "hybrid", "prefetch",
+        "engine_hazards", "engine_in_flight", "forks", "gil", "hashing", "hybrid", "hybrid_storage", "prefetch",
     )),
     *(f"controller/tree/test_{name}" for name in (
         "drafts", "radix", "random_programs", "recurrent", "storing", "windows",

@@ -152,7 +152,7 @@ def test_missing_matplotlib_is_named_with_its_extra_before_anything_is_measured(
 # Outputs that take no more
 
 
-def test_full_disk_behind_the_figures_is_one_line_after_the_tables(trace: Path) -> None:
+def test_full_disk_under_the_figures_is_one_line_after_the_tables(trace: Path) -> None:
     run = hicache("replay", trace, "--no-data", "--json", "/dev/full")
     assert run.returncode == 2
     assert "Where the blocks came from" in run.stdout

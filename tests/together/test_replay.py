@@ -120,7 +120,7 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
     chats: list[TraceRequest], tmp_path: Path, pool: str, policy: str
 ) -> None:
     blocks, hits, distinct = reuse(chats)
-    # Saving what leaves the device needs host room beside the request that is being loaded.
+    # Saving what leaves the device needs host room in addition to the request that is being loaded.
     room = 2 * max(len(request.blocks) for request in chats)
     options = small_options(chats, pool=pool, write_policy=policy, l2_pages=max(distinct // 10, room), l3_dir=tmp_path)
     with Replay(chats, options) as replay:

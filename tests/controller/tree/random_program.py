@@ -23,7 +23,7 @@ PAGE_KEY_BYTES = 16
 
 @dataclass(eq=False)
 class Request:
-    """A request that runs: its match on the device, and its own pages behind it."""
+    """A request that runs: its match on the device, and its own pages after it."""
 
     match: Match
     pages: Any = field(default_factory=lambda: np.empty(0, np.int64))
