@@ -250,7 +250,7 @@ def test_hybrid_replay_of_the_conversation_trace_loses_no_hit_and_is_warm_out_of
     path = os.environ.get("HICACHE_TRACE")
     if not path:
         pytest.skip("HICACHE_TRACE does not name the conversation trace")
-    requests = read_trace(Path(path), 40)
+    requests = read_trace(Path(path), 150)
     options = options_for(requests, "hybrid", l3_dir=tmp_path)
     report = run(requests, options)
     assert (report.blocks, report.hits) == reuse(requests)[:2]

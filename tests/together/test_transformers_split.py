@@ -77,10 +77,7 @@ def in_two_passes(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", fam.FAMILIES)
 def test_models_that_are_right_are_served_in_every_type(family: str, dtype: torch.dtype) -> None:
-    for seed in range(3):
-        model = fam.make_model(family, seed=seed, dtype=dtype)
-        split_proof._verdicts.clear()
-        assert verdict(model).reason is None
+    assert verdict(fam.make_model(family, seed=0, dtype=dtype)).reason is None
 
 
 def test_a_model_that_is_wrong_in_this_transformers_is_refused_and_uncached_where_allowed(
