@@ -92,6 +92,9 @@ class RandomProgram:
             error.add_note(
                 f"again: HICACHE_SEED={self.seed} uv run pytest tests/controller/tree/test_random_programs.py"
             )
+            with contextlib.suppress(Exception):
+                self.engine.stop_faults()
+                self.model.controller.shutdown(10)
             raise
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -337,10 +340,10 @@ class RandomProgram:
     def lock(self) -> None:
         if len(self.locked) >= MAX_HELD or (match := self.match()) is None:
             return
-        if match.device_pages:
+        if match.device_pages and match.device_node.device is not None:  # its load may have failed by now
             self.cache.inc_lock_ref(match.device_node)
             self.locked.append((match.device_node, True))
-        elif match.host_pages:
+        elif match.host_pages and match.node.host is not None:
             self.cache.inc_host_lock_ref(match.node)
             self.locked.append((match.node, False))
         self.call(self.cache.release, match)
