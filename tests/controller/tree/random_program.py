@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from tests.controller.tree.random_engine import NAMESPACES, InjectedError, RandomEngine, random_quota
+from tests.controller.tree.random_engine import (
+    NAMESPACES,
+    PAGE_KEY_BYTES,
+    InjectedError,
+    RandomEngine,
+    Request,
+    key_list,
+    random_quota,
+)
 
 from hicache_controller.policies import WritePolicy
 from hicache_controller.tree import Match, SequenceKeys, Tier
 
 FAILED = object()
 MAX_HELD = 2
-PAGE_KEY_BYTES = 16
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that runs: its match on the device, and its own pages after it."""
-
-    match: Match
-    pages: Any = field(default_factory=lambda: np.empty(0, np.int64))
-    windows: dict[str, Any] = field(default_factory=dict)
 
 
 class RandomProgram:
@@ -224,7 +221,9 @@ class RandomProgram:
             self.call(self.cache.release, match)
             return
         match = result.match
-        self.model.verify("kv", key_list(match.keys[: match.pages * 16]), self.cache.device_page_numbers(match))
+        self.model.verify(
+            "kv", key_list(match.keys[: match.pages * PAGE_KEY_BYTES]), self.cache.device_page_numbers(match)
+        )
         if whole:
             self.model.verify_match(match)
         if self.random.random() < 0.2:
@@ -474,7 +473,8 @@ class RandomProgram:
             allocator.free_refused()
         self.model.empty()
         self.check_sizes()
-        self.check_storage()
+        if self.engine.storage is not None:
+            self.engine.storage.inner.check_integrity()
         self.model.close()
         left = set(threading.enumerate()) - self.threads
         assert not left, f"threads are left: {left}"
@@ -502,10 +502,6 @@ class RandomProgram:
         for name in self.model.windows:
             assert self.cache.window_stats(name) == (len(where[name, Tier.DEVICE]), len(where[name, Tier.HOST]))
 
-    def check_storage(self) -> None:
-        if self.engine.storage is not None:
-            self.engine.storage.inner.check_integrity()
-
     def pop(self, held: list[Any]) -> Any:
         """Take one of what is held; None if there is none."""
         return held.pop(self.random.randrange(len(held))) if held else None
@@ -515,7 +511,3 @@ class RandomProgram:
         taken = list(held)
         held.clear()
         return taken
-
-
-def key_list(blob: bytes) -> list[bytes]:
-    return [blob[i : i + PAGE_KEY_BYTES] for i in range(0, len(blob), PAGE_KEY_BYTES)]
