@@ -448,14 +448,16 @@ class RandomProgram:
         Calls to storage that were given up use pages until they end, which only ``quiesce`` waits for.
         """
         self.engine.stop_faults()
-        for request in self.drain_list(self.requests):
+        for request in self.requests:
             self.give_up(request)
-        for started in self.drain_list(self.prefetching):
+        for started in self.prefetching:
             self.cache.release(self.cache.finish_prefetch(started))
-        for match in self.drain_list(self.loading):
+        for match in self.loading:
             settled = self.cache.settle(match)
             self.model.verify_match(settled)
             self.cache.release(settled)
+        for held in (self.requests, self.prefetching, self.loading):
+            held.clear()
         for name in list(self.retracted):
             self.discard_or_restore(name)
         while self.locked:
@@ -505,9 +507,3 @@ class RandomProgram:
     def pop(self, held: list[Any]) -> Any:
         """Take one of what is held; None if there is none."""
         return held.pop(self.random.randrange(len(held))) if held else None
-
-    @staticmethod
-    def drain_list(held: list[Any]) -> list[Any]:
-        taken = list(held)
-        held.clear()
-        return taken
