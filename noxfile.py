@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import re
 import shutil
 import sys
@@ -23,7 +24,8 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 PACKAGES = ("hicache-kernels", "hicache-pools", "hicache-controller")
-TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8")
+TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8", "pytest-xdist>=3.6")
+WORKERS = min(os.cpu_count() or 1, 8)
 DOCUMENT_TOOLS = ("mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
 # The oldest CUDA 13: its portable code runs with every driver that the wheel's other code runs with.
 MODULE_TOOLS = (
@@ -36,6 +38,25 @@ NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl
 COMPILE_TESTS = "tests/kernels/compile"
 DOCUMENT_TESTS = tuple(f"tests/together/test_docs{part}.py" for part in ("", "_backend", "_site"))
 OLDEST_TORCH = "2.10.*"
+OF_TORCH = (
+    *(f"kernels/test_{name}" for name in (
+        "call_surface", "call_surface_limits", "host_addresses", "indices", "public_tensors", "reference", "strides",
+        "transfer", "transfer_emulated",
+    )),
+    *(f"pools/test_{name}" for name in (
+        "add_a_pool_type", "call_chain", "device_pools", "dispatch", "dispatch_group", "group", "group_build",
+        "group_stateful", "host_memory", "host_memory_registration", "host_pools", "host_pools_drafts",
+        "host_pools_indices", "host_pools_life", "host_pools_mamba", "public_tensors",
+    )),
+    *(f"controller/test_{name}" for name in (
+        "controller", "controller_failures", "controller_ranks", "controller_slots", "controller_stateful",
+        "engine_hazards", "engine_in_flight", "forks", "gil", "hashing", "hybrid", "hybrid_storage", "prefetch",
+    )),
+    *(f"controller/tree/test_{name}" for name in (
+        "drafts", "radix", "random_programs", "recurrent", "storing", "windows",
+    )),
+)  # fmt: skip
+"""Tests of what depends on the version of torch."""
 REPORTS = Path(tempfile.mkdtemp(prefix="hicache-nox-"))
 SMOKE_CHECKS = {
     "hicache-kernels": "tests/kernels/smoke.py",
@@ -77,9 +98,13 @@ def install_wheels(session: nox.Session, *packages: str, extras: str = "", with_
 
 
 def pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
-    """Run pytest and keep its totals."""
+    """Run pytest on every core, each test on one thread, and keep its totals."""
     name = hashlib.sha256(f"{session.name}{arguments}".encode()).hexdigest()[:16]
-    session.run("pytest", f"--junitxml={REPORTS / name}.xml", *(session.posargs or ["-q"]), *arguments, env=environment)
+    workers = ("-n", str(WORKERS), "--dist", "worksteal")
+    session.run(
+        "pytest", f"--junitxml={REPORTS / name}.xml", *workers, *(session.posargs or ["-q"]), *arguments,
+        env={"OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
 
 
 @nox.session(tags=["static"])
@@ -314,13 +339,13 @@ def contents(archive: Path) -> dict[str, int]:
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """Every layer's tests with the oldest supported torch on this Python; the layers' own sessions have the newest.
+    """Run what torch decides, in every layer, with the oldest supported torch on this Python.
 
-    Without those of compilers, builds and the kernels' command line, for which torch does nothing.
+    The layers' own sessions run everything with the newest. Here are the tests of tensors that move: kernels, pools,
+    the controller's transfers, and the tree by random programs. Compilers, builds, command lines, planning, allocators
+    and storage backends know torch only as the owner of memory.
     """
     tools = (*TEST_TOOLS, f"torch=={OLDEST_TORCH}")
     install_wheels(session, *PACKAGES, extras="[mooncake,plot,prometheus]", with_=tools)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    without = ("build*", "cli", "compile_cpu", "wheel_modules")
-    ignored = [f"--ignore-glob=tests/kernels/test_{name}.py" for name in without]
-    pytest(session, "tests/kernels", "tests/pools", "tests/controller", f"--ignore={COMPILE_TESTS}", *ignored)
+    pytest(session, *(f"tests/{test}.py" for test in OF_TORCH))

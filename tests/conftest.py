@@ -27,21 +27,21 @@ def gpu() -> torch.device:
 
 
 def in_child(function: Callable[[], object]) -> str:
-    """Tell what a function returns, or raises, in a forked child; SIGALRM ends one that hangs."""
+    """Report what a function returns, or raises, in a forked child; SIGALRM ends one that hangs."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forks of a process with threads are what is tried
         child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(120)
         try:
-            told = f"returned {function()}"
+            outcome = f"returned {function()}"
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(writing, told.encode())
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(writing, outcome.encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        told = pipe.read()
+        outcome = pipe.read()
     assert os.waitpid(child, 0)[1] == 0, "the child hung"
-    return told
+    return outcome

@@ -12,7 +12,10 @@ COMMANDS = """
 import json, os, resource, sys
 from importlib import import_module
 
-resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+if sys.argv[2] == "with torch":
+    import torch
+else:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 app = import_module(sys.argv[1]).app
 print(flush=True)
 for line in sys.stdin:
@@ -29,11 +32,12 @@ os.chdir(request["directory"])
 os.environ.clear()
 os.environ.update(request["environment"])
 sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+large = set() if sys.argv[2] == "with torch" else {"matplotlib", "torch", "tvm_ffi"}
 sys.argv[1:] = request["arguments"]
 try:
     app()
 finally:
-    for name in {"matplotlib", "torch", "tvm_ffi"} & sys.modules.keys():
+    for name in large & sys.modules.keys():
         print("imported", name, file=sys.stderr)
 """
 """Imports a command line once, then forks for each run of it: most of a short run is the import."""
@@ -60,9 +64,9 @@ for module in modules:
 
 
 @functools.cache
-def _commands(module: str) -> subprocess.Popen[str]:
+def _commands(module: str, kind: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMANDS, module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", COMMANDS, module, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     atexit.register(process.communicate)
     assert process.stdout is not None
@@ -70,21 +74,35 @@ def _commands(module: str) -> subprocess.Popen[str]:
     return process
 
 
-def run_within_a_gib(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command line of a module in 1 GiB of addresses; it adds a line to stderr for each large package."""
-    process = _commands(module)
+def _run(
+    module: str, kind: str, arguments: tuple[object, ...], output: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    process = _commands(module, kind)
     assert process.stdin is not None
     assert process.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+    with tempfile.NamedTemporaryFile("r") as written, tempfile.NamedTemporaryFile("r") as errors:
         request = {
-            "outputs": (output.name, errors.name),
+            "outputs": (output or written.name, errors.name),
             "directory": os.getcwd(),
             "environment": os.environ | {"COLUMNS": "400"},
             "arguments": [*map(str, arguments)],
         }
         print(json.dumps(request), file=process.stdin, flush=True)
         code = int(process.stdout.readline())
-        return subprocess.CompletedProcess(request["arguments"], code, output.read(), errors.read())
+        return subprocess.CompletedProcess(request["arguments"], code, written.read(), errors.read())
+
+
+def run_within_a_gib(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line of a module in 1 GiB of addresses; it adds a line to stderr for each large package."""
+    return _run(module, "within a GiB", arguments)
+
+
+def run_with_torch(module: str, *arguments: object, output: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line of a module where torch is imported already, its standard output in a file if one is given.
+
+    That saves the seconds of the import, and is no place to test what is imported.
+    """
+    return _run(module, "with torch", arguments, output)
 
 
 def faults_of_import_orders(package: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import needs
+from tests.controller.hybrid_stack import HybridStack
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.storage.memory import MemoryStorage
@@ -266,6 +267,20 @@ def make_stack() -> Iterator[Callable[..., Stack]]:
             gate.open()
         assert stack.controller.shutdown(WAIT_SECONDS)
         stack.check_integrity()
+
+
+@pytest.fixture
+def make_hybrid() -> Iterator[Callable[..., HybridStack]]:
+    made = []
+
+    def make(**options):
+        made.append(HybridStack(**options))
+        return made[-1]
+
+    yield make
+    for stack in made:
+        assert stack.controller.shutdown(30)
+        stack.controller.check_integrity()
 
 
 @pytest.fixture

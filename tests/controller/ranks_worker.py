@@ -31,7 +31,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=600),
     )
     allocator = ExtentAllocator(PAGES)
     pool = NullPoolHost(PAGES, 1)
@@ -43,7 +43,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
         HostPoolGroup([entry]),
         storage=StorageSettings(prefetch_policy="wait_complete", retry_seconds=0, batch_pages=2, max_wait_seconds=30),
         distributed_group=torch.distributed.group.WORLD,
-        distributed_timeout=5 if mode == "dies" else 60,
+        distributed_timeout=5 if mode == "dies" else 600,
     )
     controller.attach_storage_backend(storage)
     shared, own = random.Random(f"shared {port}"), random.Random(f"{port} {rank}")

@@ -50,7 +50,7 @@ def test_a_load_that_fails_in_the_middle_is_not_marked_loaded(make_stack, layer,
     assert stack.same(stack.loaded(host), rows)
 
 
-def test_failed_loads_are_told_until_reset_in_bounded_memory(monkeypatch):
+def test_failed_loads_are_reported_until_reset_in_bounded_memory(monkeypatch):
     monkeypatch.setattr(layer_done, "_MAX_FAILURES", 3)
     counter = LayerDoneCounter(1)
     consumers = [counter.register([COMPLETED], lambda: None) for _ in range(6)]

@@ -50,9 +50,9 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_forked_child_that_uses_the_cache_gets_an_error_that_names_the_fork(parent, use):
-    told = in_child(lambda: USES[use](parent))
+    outcome = in_child(lambda: USES[use](parent))
     kind = "UnifiedRadixCache" if use in ("match_prefix", "poll", "tree_reset") else "HiCacheController"
-    assert told.startswith(f"RuntimeError: this {kind} was made before a fork, and process ")
+    assert outcome.startswith(f"RuntimeError: this {kind} was made before a fork, and process ")
     match = parent.tree.load_back(parent.tree.match_prefix(parent.page_keys))
     slots = (parent.tree.device_page_numbers(match)[:, None] * 4 + [0, 1, 2, 3]).reshape(-1)
     assert parent.same(parent.rows(torch.from_numpy(slots)), parent.tree_rows)

@@ -56,7 +56,7 @@ def test_file_storage_reads_and_writes_without_the_gil(pool, tmp_path, monkeypat
         stored[:] = [os.urandom(16) for _ in range(16)]
         assert all(storage.batch_set(stored, slots))
 
-    # A page takes about ten short system calls besides those that move bytes.
+    # A page takes about ten short system calls apart from those that move bytes.
     enough = 16 * 25
     with Counting() as others:
         assert others.most_in_one_call(store, enough) > enough

@@ -235,7 +235,7 @@ def test_a_page_that_fails_to_store_is_tried_again(make_stack):
     assert snapshot.total("storage_errors", operation="backup") == 2
 
 
-def test_a_page_that_keeps_failing_ends_the_backup_behind_a_complete_prefix(make_stack, monkeypatch):
+def test_a_page_that_keeps_failing_ends_the_backup_after_a_complete_prefix(make_stack, monkeypatch):
     stack = make_stack(storage=True, storage_settings=QUICK)
     host, _ = stack.written(6)
     keys = stack.keys(6)
@@ -480,7 +480,7 @@ def test_shutdown_with_storage_in_flight_loses_no_slot(make_stack):
     assert len(stack.controller.engine.in_flight) == 0
 
 
-def test_shutdown_ends_a_backup_behind_the_batch_that_is_stored(make_stack, in_thread):
+def test_shutdown_ends_a_backup_after_the_batch_that_is_stored(make_stack, in_thread):
     stack = make_stack(storage=True, storage_settings=QUICK)
     host, _ = stack.written(6)
     keys = stack.keys(6)

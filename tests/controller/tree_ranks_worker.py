@@ -126,7 +126,7 @@ def main(rank: int, port: int, rounds: int, mode: str) -> None:
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=600),
     )
     served = Rank(rank, port, mode)
     report = []

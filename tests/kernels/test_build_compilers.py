@@ -61,7 +61,7 @@ def test_driver_older_than_the_toolkit_is_a_reason(monkeypatch: pytest.MonkeyPat
         probe.check_driver(13)
 
 
-def test_toolkit_behind_a_wrapper_on_the_path_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolkit_called_by_a_wrapper_on_the_path_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "toolkit"
     (home / "bin").mkdir(parents=True)
     real, wrapper = home / "bin" / "nvcc", tmp_path / "nvcc"

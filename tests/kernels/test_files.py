@@ -137,7 +137,7 @@ def test_all_work_is_done_where_memory_for_threads_runs_out(tmp_path, cpu_compil
 
 
 @pytest.mark.usefixtures("entry")
-def test_what_is_not_a_file_of_that_size_is_told_and_not_read(tmp_path):
+def test_what_is_not_a_file_of_that_size_is_reported_and_not_read(tmp_path):
     good = written(tmp_path / "good", 1000)
     os.mkfifo(tmp_path / "pipe")  # without a writer a read would not end
     (tmp_path / "link").symlink_to(good)
@@ -155,7 +155,7 @@ def test_what_is_not_a_file_of_that_size_is_told_and_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_a_read_that_fails_is_told_and_the_next_file_is_read(entry, tmp_path, size):
+def test_a_read_that_fails_is_reported_and_the_next_file_is_read(entry, tmp_path, size):
     path, memory = written(tmp_path / "page", size), np.zeros(size, np.uint8)
     found = np.empty((2, 8), np.int64)
     nowhere = 8  # nothing is ever mapped there
@@ -166,7 +166,7 @@ def test_a_read_that_fails_is_told_and_the_next_file_is_read(entry, tmp_path, si
 
 
 @pytest.mark.usefixtures("entry")
-def test_a_file_that_ends_before_its_size_is_told():
+def test_a_file_that_ends_before_its_size_is_reported():
     path = "/sys/kernel/uevent_seqnum"  # of some digits, and a page long by its status
     needs(os.path.isfile(path) and os.stat(path).st_size > 100, "no such file here")
     target = memoryview(bytearray(os.stat(path).st_size))

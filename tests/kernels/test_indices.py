@@ -162,7 +162,7 @@ def uploads(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: allocate(*size, **options))
 
 
-def test_an_upload_is_taken_again_only_behind_its_last_reader(uploads):
+def test_an_upload_is_taken_again_only_after_its_last_reader(uploads):
     pool = UploadPool(torch.device("cpu"))
     first = pool.take(10)
     first.event.record(None)
@@ -187,7 +187,7 @@ def test_an_upload_that_is_too_small_makes_room_for_a_larger_one(uploads):
     assert pool.take(1) is large
 
 
-def test_one_long_operation_makes_no_upload_for_every_short_one_behind_it(uploads):
+def test_one_long_operation_makes_no_upload_for_every_short_one_after_it(uploads):
     pool = UploadPool(torch.device("cpu"))
     long = pool.take(1)
     long.event.record(None)

@@ -51,7 +51,7 @@ def test_source_key_of_one_module_ignores_the_others(tmp_path: Path) -> None:
     assert changed == {f"staged-{device_type}" for device_type in DEVICE_TYPES}
 
 
-def test_amd_devices_are_told_from_nvidia_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_devices_are_distinguished_from_nvidia_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     assert module_device_type(torch.device("cuda", 1)) == "cuda"
     monkeypatch.setattr(torch.version, "hip", "6.4")

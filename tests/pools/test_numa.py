@@ -54,7 +54,7 @@ def test_the_mask_has_the_nodes_bit_and_the_kernel_may_read_it(node: int) -> Non
     assert node < bits - 1  # the kernel looks at bits - 1 of them
 
 
-def test_a_refusal_is_told_and_not_raised() -> None:
+def test_a_refusal_is_reported_and_not_raised() -> None:
     assert "Operation not permitted" in str(prefer_node(4096, 4096, 3, mbind=lambda *_: errno.EPERM))
 
 

@@ -181,7 +181,7 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_measured(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineBench, "__init__", lambda *_: pytest.fail("something was measured"))
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     assert f"{option} is /proc/new.png, which cannot be written: " in result.stderr
 
 
-def test_missing_transformers_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = bench_engine()
     assert result.exit_code == 2

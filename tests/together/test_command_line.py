@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.processes import faults_of_import_orders, run_within_a_gib
+from tests.processes import faults_of_import_orders, run_with_torch, run_within_a_gib
 from typer.testing import CliRunner
 
 from hicache_controller.tools.cli import app
@@ -41,9 +41,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def hicache(*arguments: object, stdout: int | None = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hicache_controller.tools.cli", *map(str, arguments)]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+def hicache(*arguments: object, output: str | None = None) -> subprocess.CompletedProcess[str]:
+    return run_with_torch("hicache_controller.tools.cli", *arguments, output=output)
 
 
 # Arguments that cannot work
@@ -153,7 +152,7 @@ def test_missing_matplotlib_is_named_with_its_extra_before_anything_is_measured(
 # Outputs that take no more
 
 
-def test_full_disk_behind_the_figures_is_one_line_after_the_tables(trace: Path) -> None:
+def test_full_disk_under_the_figures_is_one_line_after_the_tables(trace: Path) -> None:
     run = hicache("replay", trace, "--no-data", "--json", "/dev/full")
     assert run.returncode == 2
     assert "Where the blocks came from" in run.stdout
@@ -162,19 +161,21 @@ def test_full_disk_behind_the_figures_is_one_line_after_the_tables(trace: Path) 
 
 @pytest.mark.parametrize("arguments", [("replay", "{trace}", "--no-data"), ("--help",), ("replay", "--help")], ids=str)
 def test_full_standard_output_is_one_line(trace: Path, temporary: Path, arguments: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
-        run = hicache(*(argument.format(trace=trace) for argument in arguments), stdout=full.fileno())
+    run = hicache(*(argument.format(trace=trace) for argument in arguments), output="/dev/full")
     assert (run.returncode, run.stderr) == (2, "hicache: standard output: No space left on device\n")
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [("replay", "{trace}"), ("--help",), ("replay", "--help")], ids=str)
+@pytest.mark.parametrize("arguments", [("replay", "{trace}"), ("--help",)], ids=str)
 def test_reader_that_left_ends_a_command_with_141_and_no_word(
     trace: Path, temporary: Path, arguments: tuple[str, ...]
 ) -> None:
     read, write = os.pipe()
     os.close(read)
-    run = hicache(*(argument.format(trace=trace) for argument in arguments), stdout=write)
+    command = [sys.executable, "-m", "hicache_controller.tools.cli", *arguments]
+    run = subprocess.run(
+        [argument.format(trace=trace) for argument in command], stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
     assert (run.returncode, run.stderr) == (141, "")
     assert list(temporary.iterdir()) == []

@@ -74,11 +74,9 @@ def hicache(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-@pytest.mark.parametrize(("count", "blocks", "hits"), [(500, 13_662, 2_278), (2_000, 52_562, 15_754)])
-def test_unbounded_cache_finds_the_reuse_of_the_conversation_trace(
-    real_trace: Path, count: int, blocks: int, hits: int
-) -> None:
-    requests = read_trace(real_trace, count)
+def test_unbounded_cache_finds_the_reuse_of_the_conversation_trace(real_trace: Path) -> None:
+    requests = read_trace(real_trace, 500)
+    blocks, hits = 13_662, 2_278
     assert reuse(requests)[:2] == (blocks, hits)
     distinct = reuse(requests)[2]
     options = small_options(requests, l1_pages=distinct, l2_pages=distinct, data=False)
@@ -88,11 +86,9 @@ def test_unbounded_cache_finds_the_reuse_of_the_conversation_trace(
     assert (report.blocks, report.hits, report.l1_hits) == (blocks, hits, hits)
 
 
-@pytest.mark.parametrize(("count", "blocks", "hits"), [(500, 13_662, 2_278), (2_000, 52_562, 15_754)])
-def test_constant_eviction_loses_no_hit_and_no_byte_of_the_conversation_trace(
-    real_trace: Path, tmp_path: Path, count: int, blocks: int, hits: int
-) -> None:
-    requests = read_trace(real_trace, count)
+def test_constant_eviction_loses_no_hit_and_no_byte_of_the_conversation_trace(real_trace: Path, tmp_path: Path) -> None:
+    requests = read_trace(real_trace, 500)
+    blocks, hits = 13_662, 2_278
     distinct = reuse(requests)[2]
     options = small_options(requests, l1_pages=distinct // 20, l2_pages=distinct // 10, l3_dir=tmp_path)
     with Replay(requests, options) as replay:
@@ -120,7 +116,7 @@ def test_generated_trace_verifies_under_eviction_for_every_policy(
     chats: list[TraceRequest], tmp_path: Path, pool: str, policy: str
 ) -> None:
     blocks, hits, distinct = reuse(chats)
-    # Saving what leaves the device needs host room beside the request that is being loaded.
+    # Saving what leaves the device needs host room in addition to the request that is being loaded.
     room = 2 * max(len(request.blocks) for request in chats)
     options = small_options(chats, pool=pool, write_policy=policy, l2_pages=max(distinct // 10, room), l3_dir=tmp_path)
     with Replay(chats, options) as replay:

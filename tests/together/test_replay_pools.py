@@ -114,14 +114,14 @@ def test_constant_eviction_loses_no_hit_and_no_byte_of_any_pool(
 ) -> None:
     options = options_for(chats, pool, storage=storage)
     report = run(chats, options)
-    # States are kept behind every block, so every prefix that attention alone would find can be restored.
+    # States are kept after every block, so every prefix that attention alone would find can be restored.
     assert (report.blocks, report.hits) == reuse(chats)[:2]
     check_every_pool_went_through_every_tier(report, options)
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_every_write_policy_verifies_on_several_pools(chats: list[TraceRequest], policy: str) -> None:
-    # Saving what leaves the device needs host room beside the request that is being loaded.
+    # Saving what leaves the device needs host room in addition to the request that is being loaded.
     room = 2 * max(len(request.blocks) for request in chats)
     report = run(chats, options_for(chats, "hybrid_dsa", write_policy=policy, l2_pages=room, storage="memory"))
     hits = reuse(chats)[1]

@@ -302,7 +302,7 @@ def test_compiled_steps_follow_a_restored_prefix() -> None:
 
 
 @pytest.mark.parametrize("model", ["gemma3", "qwen3_next"], indirect=True)
-def test_a_checkpoint_behind_the_end_of_the_device_tier_is_not_kept_for_another_place(model: Any) -> None:
+def test_a_checkpoint_after_the_end_of_the_device_tier_is_not_kept_for_another_place(model: Any) -> None:
     prompt = fam.random_tokens(100)
     with fam.open_cache(model) as cache:
         tiers = cache.tiers

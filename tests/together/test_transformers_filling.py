@@ -48,7 +48,7 @@ def check_equal(layers: list[Any], expected: list[Any]) -> None:
         got, right = tensors(layer), tensors(reference)
         assert got.keys() == right.keys()
         for name, tensor in got.items():
-            # A static layer has room behind its tokens.
+            # A static layer has room after its tokens.
             assert torch.equal(tensor[..., : right[name].shape[-2], :], right[name]), name
 
 

@@ -170,7 +170,7 @@ class TestThePromptOfGenerate:
             assert passes == []
             fam.check(cache)
 
-    def test_may_go_on_behind_it_and_be_the_rest_of_it_with_a_mask_of_all(self, cache: HiCache) -> None:
+    def test_may_go_on_after_it_and_be_the_rest_of_it_with_a_mask_of_all(self, cache: HiCache) -> None:
         prompt = keep_prompt(cache)
         longer = torch.cat([prompt, fam.random_tokens(5)], 1)
         for tokens in (prompt, longer):

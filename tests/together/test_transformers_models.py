@@ -89,7 +89,7 @@ class TestModels:
 
     def test_layers_that_keep_nothing_by_design_are_taken(self) -> None:
         model = fam.make_model("llama", seed=1)
-        # A decoder whose second layer is no attention: what stands for it in the cache stays empty.
+        # A decoder whose second layer is no attention: its place in the cache stays empty.
         del model.model.layers[1].self_attn
         model.model.layers[1].forward = lambda hidden_states, *_, **__: hidden_states
         nothing = "dummy" if hasattr(cache_utils, "DummyLayer") else "mlp"
@@ -179,7 +179,7 @@ class TestSizes:
         ("family", "need"),
         [("llama", "a page of this model needs"), ("gemma3", "a page of this model and 8 windows or states need")],
     )
-    def test_a_tier_that_is_too_small_is_told_what_the_model_needs(self, family: str, need: str) -> None:
+    def test_a_tier_that_is_too_small_is_refused_with_what_the_model_needs(self, family: str, need: str) -> None:
         model = fam.make_model(family, seed=1)
         with pytest.raises(ValueError, match=rf"^l1_gb, by default a part of l2_gb, is 2.5e-07 GB; {need} "):
             fam.open_cache(model, l2_gb=1e-6)

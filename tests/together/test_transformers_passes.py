@@ -86,7 +86,7 @@ class TestMasks:
                 )
         assert served(cache, tokens[:, pad:]) == (0 if padded else 40)
 
-    def test_a_prompt_that_begins_again_behind_its_prefix_is_told(self, cache: HiCache) -> None:
+    def test_a_prompt_that_begins_again_after_its_prefix_is_reported(self, cache: HiCache) -> None:
         tokens = fam.random_tokens(44)
         fam.keep(cache, tokens, 44)
         again = pytest.raises(ValueError, match="attention_mask has 16 columns and the cache began with 40")
@@ -216,7 +216,7 @@ class TestPassesThatDependOnMoreThanTokens:
             fam.forward(cache.model, tokens, past, output_hidden_states=True, output_attentions=False)
         assert served(cache, tokens) == 40
 
-    def test_attention_that_is_told_not_to_be_causal_is_not_kept(self, cache: HiCache) -> None:
+    def test_attention_that_is_set_not_to_be_causal_is_not_kept(self, cache: HiCache) -> None:
         tokens = fam.random_tokens(40)
         with cache.session(tokens) as past:
             fam.forward(cache.model, tokens, past, is_causal=False)
@@ -312,7 +312,7 @@ class TestWhatDoesNotFitARestoredPrefix:
         with pytest.raises(ValueError, match="position_ids"), cache.session(prompt) as past:
             fam.forward(cache.model, prompt[:, 40:], past, position_ids=torch.arange(45, 48)[None])
 
-    def test_a_longer_text_behind_the_prompt_is_no_prompt_given_again(
+    def test_a_longer_text_after_the_prompt_is_no_prompt_given_again(
         self, cache: HiCache, prompt: torch.Tensor
     ) -> None:
         longer = torch.cat([prompt, fam.random_tokens(60)], 1)

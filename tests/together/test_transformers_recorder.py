@@ -39,7 +39,7 @@ def cache(models: dict[str, Any]) -> Iterator[HiCache]:
 
 
 def spans(prompt: int, end: int) -> Iterator[tuple[int, int]]:
-    """A prompt and the steps behind it."""
+    """A prompt and the steps after it."""
     yield (0, prompt)
     yield from ((step, step + 1) for step in range(prompt, end))
 
@@ -109,7 +109,7 @@ class TestRewinds:
                 past.crop(8)
             except (RuntimeError, ValueError) as error:
                 assert past.get_seq_length() == 40
-                pytest.skip(f"this version of transformers is told how much to remove alone: {error}")
+                pytest.skip(f"this version of transformers takes only how much to remove: {error}")
             fam.forward(fam.make_model("llama", seed=1), other, past)
         assert served(cache, prompt) == 8
 
@@ -124,7 +124,7 @@ class TestRewinds:
         assert served(cache, prompt) == served(cache, other) == 0
 
     @static_crops
-    def test_a_static_cache_keeps_nothing_behind_the_prompt_where_nobody_looks(self, cache: HiCache) -> None:
+    def test_a_static_cache_keeps_nothing_after_the_prompt_where_nobody_looks(self, cache: HiCache) -> None:
         tokens, other = fam.random_tokens(56), fam.random_tokens(16)
         with cache.session(tokens[:, :40], max_cache_len=64) as past:
             fam.forward(cache.model, tokens, past)
@@ -134,7 +134,7 @@ class TestRewinds:
         assert served(cache, tokens) == 40
 
     @either
-    def test_what_follows_a_restored_prefix_that_was_cropped_is_not_kept_behind_it(
+    def test_what_follows_a_restored_prefix_that_was_cropped_is_not_kept_after_it(
         self, cache: HiCache, static: bool
     ) -> None:
         prompt, other = fam.random_tokens(56), fam.random_tokens(24)
@@ -210,7 +210,7 @@ def test_a_session_computes_nothing_of_a_prompt_with_images_by_itself() -> None:
 
 @pytest.mark.parametrize("model", ["falcon_h1", "qwen3_next"], indirect=True)
 @pytest.mark.parametrize("restored", [False, True])
-def test_beams_that_nobody_told_of_are_named_for_states_as_well(model: Any, restored: bool) -> None:
+def test_beams_that_were_not_announced_are_named_for_states_as_well(model: Any, restored: bool) -> None:
     prompt = fam.random_tokens(20)
     with fam.open_cache(model) as cache:
         if restored:
@@ -221,7 +221,7 @@ def test_beams_that_nobody_told_of_are_named_for_states_as_well(model: Any, rest
         fam.check(cache)
 
 
-def test_prompt_lookup_that_is_told_of_is_refused_in_time(cache: HiCache) -> None:
+def test_prompt_lookup_that_is_announced_is_refused_in_time(cache: HiCache) -> None:
     with pytest.raises(UnsupportedError, match="prompt_lookup_num_tokens is 3"):
         cache.session(fam.random_tokens(20), generation_config=GenerationConfig(prompt_lookup_num_tokens=3))
 

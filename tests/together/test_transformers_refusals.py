@@ -59,7 +59,7 @@ class TestWhatASessionRefuses:
         with pytest.raises(UnsupportedError, match=next(iter(options))):
             cache.session(fam.random_tokens(20), generation_config=config)
 
-    def test_beams_that_nobody_told_of_are_refused_by_the_layers(self, cache: HiCache) -> None:
+    def test_beams_that_were_not_announced_are_refused_by_the_layers(self, cache: HiCache) -> None:
         prompt = fam.random_tokens(20)
         with cache.session(prompt) as past:
             fam.forward(cache.model, prompt, past)
@@ -347,7 +347,7 @@ class TestWhatFailsGivesEverythingBack:
         assert set(threading.enumerate()) <= threads
 
     @pytest.mark.parametrize("step", ["drain", "detach"])
-    def test_closing_goes_on_behind_a_step_that_raises(
+    def test_closing_goes_on_after_a_step_that_raises(
         self, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened: list[Closes] = []

@@ -1,4 +1,4 @@
-"""How sessions of transformers end: beside another session's load, after errors, and with what must not be kept."""
+"""How sessions of transformers end: during another session's load, after errors, and with what must not be kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOADS = ("load_to_device_per_layer", "load_to_device_all_layer")
 
 
 def check_nothing_lost(cache: HiCache) -> None:
-    """Check the books, and that every device page is either free or the tree's, and none is pinned."""
+    """Check integrity, and that every device page is either free or the tree's, and none is pinned."""
     tree = cache.tiers.tree
     tree.drain()
     fam.check(cache)
@@ -65,7 +65,7 @@ def replace_loads(cache: HiCache, monkeypatch: pytest.MonkeyPatch, load: Any) ->
 
 
 class OtherLoads:
-    """A session that was begun, and another one behind the same beginning whose load waits for ``gate``."""
+    """A session that was begun, and another one with the same beginning whose load waits for ``gate``."""
 
     def __init__(self, cache: HiCache, monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
         self.cache = cache
@@ -100,7 +100,7 @@ class OtherLoads:
             poll = tree._transfers.poll
 
             def open_and_poll(*arguments: Any, **options: Any) -> Any:
-                # Whoever waits for a load opens the gate, and nobody else does.
+                # The thread that waits for a load opens the gate, and no other does.
                 if options.get("wait") or any(arguments):
                     self.gate.set()
                 return poll(*arguments, **options)
@@ -297,7 +297,7 @@ class TestALoadThatFailsAtOnce:
 
 
 def take_every_other_page(cache: HiCache) -> None:
-    """Leave no two free pages of the device beside each other."""
+    """Leave no two free pages of the device next to each other."""
     allocator = cache.tiers.tree.device_allocator
     taken = [allocator.alloc(fam.PAGE) for _ in range(allocator.page_num)]
     for page in taken[::2]:
@@ -305,7 +305,7 @@ def take_every_other_page(cache: HiCache) -> None:
 
 
 class TestAutocast:
-    @pytest.mark.parametrize("pages", ["beside each other", "apart"])
+    @pytest.mark.parametrize("pages", ["next to each other", "apart"])
     @pytest.mark.parametrize("model", ["llama", "mistral", "gemma3", "falcon_h1", "deepseek_v32"], indirect=True)
     def test_nothing_that_was_computed_under_it_is_kept(
         self, model: Any, pages: str, caplog: pytest.LogCaptureFixture
@@ -400,7 +400,7 @@ def test_types_of_half_precision_models_are_those_of_their_pools(family: str) ->
 
 
 class TestAModelThatChangesInTheBlock:
-    @pytest.mark.parametrize("when", ["before the pass", "behind it"])
+    @pytest.mark.parametrize("when", ["before the pass", "after it"])
     @pytest.mark.parametrize("change", ["weights", "attention"])
     def test_nothing_of_the_session_is_kept(
         self, change: str, when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -420,7 +420,7 @@ class TestAModelThatChangesInTheBlock:
                 if when == "before the pass":
                     alter()
                 fam.forward(model, prompt, past)
-                if when == "behind it":
+                if when == "after it":
                     alter()
             assert cache.stats().device_tokens == 0
         assert sum("were changed in it" in record.message for record in caplog.records) == 1

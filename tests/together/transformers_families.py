@@ -130,7 +130,7 @@ WINDOWED = ("mistral", "gemma3", *RECURRENT)
 
 @contextlib.contextmanager
 def wrong_second_passes(model: Any, size: float) -> Iterator[None]:
-    """Have a layer change the first token of each pass behind another by this part of it, as if it had lost a state."""
+    """Have a layer change the first token of each pass after another by this part of it, as if it had lost a state."""
     decoder = model.get_decoder()
     second = False
 
@@ -254,7 +254,7 @@ def forked_prompts(shared: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(cache: HiCache) -> None:
-    """Check the books of tree and controller."""
+    """Check the integrity of tree and controller."""
     cache.tiers.tree.check_integrity()
     cache.tiers.controller.check_integrity()
 

@@ -15,7 +15,7 @@ from hicache_controller.integrations.transformers.identity import model_fingerpr
 
 
 def served(cache: HiCache, tokens: torch.Tensor) -> int:
-    """Tokens that are restored of a prompt with three more behind it; what follows them must be as computed anew."""
+    """Tokens that are restored of a prompt with three more after it; what follows them must be as computed anew."""
     prompt = torch.cat([tokens, fam.random_tokens(3)], 1)
     count = -1
     with contextlib.suppress(fam.LeftError), cache.session(prompt, checkpoints=()) as past:

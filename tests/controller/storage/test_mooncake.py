@@ -325,7 +325,7 @@ def test_a_master_that_hangs_costs_one_deadline(
     new_storage, own_master, fake_pool, new_keys, clock, caplog, monkeypatch
 ):
     own_master.start()
-    storage, pool, keys = new_storage(own_master, deadline_seconds=0.3), fake_pool(), new_keys(2)
+    storage, pool, keys = new_storage(own_master, deadline_seconds=3.0), fake_pool(), new_keys(2)
     storage.register_mem_pool_host(pool)
     assert storage.batch_set(keys, pool.slots(range(2))) == [True] * 2
     own_master.stop()

@@ -267,7 +267,7 @@ class Model:
         return match
 
     def compute(self, match: Match, pages: int) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-        """Take and fill device pages behind a match, and the windows of their end; None where there is no room."""
+        """Take and fill device pages after a match, and the windows of their end; None where there is no room."""
         keys = match.rest()[:pages]
         taken = self.cache.alloc_device(pages)
         if taken is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from tests.controller.tree.residency import Residency
 
@@ -16,12 +18,22 @@ from hicache_controller.hashing import Namespace
 from hicache_controller.policies import EVICTION_STRATEGIES, PrefetchPolicy, WritePolicy
 from hicache_controller.storage import FileStorage, Fingerprint, HiCacheStorage, MemoryStorage
 from hicache_controller.storage.contract import FaultyStorage
-from hicache_controller.tree import CacheEvent, Quota
+from hicache_controller.tree import CacheEvent, Match, Quota
 from hicache_pools import ExtentAllocator
 
 NAMESPACES = (None, Namespace(adapter="a"), Namespace(salt="b"))
+PAGE_KEY_BYTES = 16
 HELD_SECONDS = 0.005
 """How long a held transfer or call to storage takes; nothing depends on it, except what overlaps."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that runs: its match on the device, and its own pages after it."""
+
+    match: Match
+    pages: Any = field(default_factory=lambda: np.empty(0, np.int64))
+    windows: dict[str, Any] = field(default_factory=dict)
 
 
 class InjectedError(RuntimeError):
@@ -198,3 +210,7 @@ class RandomEngine:
 
 def random_quota(random: Random) -> Quota:
     return Quota(*(random.choice((None, None, None, 0, 4, 9)) for _ in range(2)))
+
+
+def key_list(blob: bytes) -> list[bytes]:
+    return [blob[i : i + PAGE_KEY_BYTES] for i in range(0, len(blob), PAGE_KEY_BYTES)]

@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
-from tests.controller.tree.random_engine import NAMESPACES, InjectedError, RandomEngine, random_quota
+from tests.controller.tree.random_engine import (
+    NAMESPACES,
+    PAGE_KEY_BYTES,
+    InjectedError,
+    RandomEngine,
+    Request,
+    key_list,
+    random_quota,
+)
 
 from hicache_controller.policies import WritePolicy
 from hicache_controller.tree import Match, SequenceKeys, Tier
 
 FAILED = object()
 MAX_HELD = 2
-PAGE_KEY_BYTES = 16
-
-
-@dataclass(eq=False)
-class Request:
-    """A request that runs: its match on the device, and its own pages behind it."""
-
-    match: Match
-    pages: Any = field(default_factory=lambda: np.empty(0, np.int64))
-    windows: dict[str, Any] = field(default_factory=dict)
 
 
 class RandomProgram:
@@ -92,6 +89,9 @@ class RandomProgram:
             error.add_note(
                 f"again: HICACHE_SEED={self.seed} uv run pytest tests/controller/tree/test_random_programs.py"
             )
+            with contextlib.suppress(Exception):
+                self.engine.stop_faults()
+                self.model.controller.shutdown(10)
             raise
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -221,7 +221,9 @@ class RandomProgram:
             self.call(self.cache.release, match)
             return
         match = result.match
-        self.model.verify("kv", key_list(match.keys[: match.pages * 16]), self.cache.device_page_numbers(match))
+        self.model.verify(
+            "kv", key_list(match.keys[: match.pages * PAGE_KEY_BYTES]), self.cache.device_page_numbers(match)
+        )
         if whole:
             self.model.verify_match(match)
         if self.random.random() < 0.2:
@@ -337,10 +339,10 @@ class RandomProgram:
     def lock(self) -> None:
         if len(self.locked) >= MAX_HELD or (match := self.match()) is None:
             return
-        if match.device_pages:
+        if match.device_pages and match.device_node.device is not None:  # its load may have failed by now
             self.cache.inc_lock_ref(match.device_node)
             self.locked.append((match.device_node, True))
-        elif match.host_pages:
+        elif match.host_pages and match.node.host is not None:
             self.cache.inc_host_lock_ref(match.node)
             self.locked.append((match.node, False))
         self.call(self.cache.release, match)
@@ -446,14 +448,16 @@ class RandomProgram:
         Calls to storage that were given up use pages until they end, which only ``quiesce`` waits for.
         """
         self.engine.stop_faults()
-        for request in self.drain_list(self.requests):
+        for request in self.requests:
             self.give_up(request)
-        for started in self.drain_list(self.prefetching):
+        for started in self.prefetching:
             self.cache.release(self.cache.finish_prefetch(started))
-        for match in self.drain_list(self.loading):
+        for match in self.loading:
             settled = self.cache.settle(match)
             self.model.verify_match(settled)
             self.cache.release(settled)
+        for held in (self.requests, self.prefetching, self.loading):
+            held.clear()
         for name in list(self.retracted):
             self.discard_or_restore(name)
         while self.locked:
@@ -471,7 +475,8 @@ class RandomProgram:
             allocator.free_refused()
         self.model.empty()
         self.check_sizes()
-        self.check_storage()
+        if self.engine.storage is not None:
+            self.engine.storage.inner.check_integrity()
         self.model.close()
         left = set(threading.enumerate()) - self.threads
         assert not left, f"threads are left: {left}"
@@ -499,20 +504,6 @@ class RandomProgram:
         for name in self.model.windows:
             assert self.cache.window_stats(name) == (len(where[name, Tier.DEVICE]), len(where[name, Tier.HOST]))
 
-    def check_storage(self) -> None:
-        if self.engine.storage is not None:
-            self.engine.storage.inner.check_integrity()
-
     def pop(self, held: list[Any]) -> Any:
         """Take one of what is held; None if there is none."""
         return held.pop(self.random.randrange(len(held))) if held else None
-
-    @staticmethod
-    def drain_list(held: list[Any]) -> list[Any]:
-        taken = list(held)
-        held.clear()
-        return taken
-
-
-def key_list(blob: bytes) -> list[bytes]:
-    return [blob[i : i + PAGE_KEY_BYTES] for i in range(0, len(blob), PAGE_KEY_BYTES)]

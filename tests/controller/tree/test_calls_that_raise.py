@@ -57,6 +57,54 @@ def test_an_insert_whose_listener_raises_has_published_and_leaves_the_match(
     model.empty()
 
 
+def refuse_once(entry: Any) -> None:
+    """Let the engine's next free of device pages of a pool raise, after which it has them."""
+    free = entry.device_free_fn
+
+    def refuse(_: Any) -> None:
+        entry.device_free_fn = free
+        raise RuntimeError("refused by the engine")
+
+    entry.device_free_fn = refuse
+
+
+def test_an_insert_frees_all_duplicates_though_the_engine_refuses_those_of_a_window(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    model = make_model(windows=(6, 6))
+    keys = keys_of((1, 2))
+    first, second = ((match := model.cache.match_prefix(keys), *model.compute(match, 2)) for _ in range(2))
+    model.cache.release(model.cache.insert(first[0], first[1], windows=first[2]).match)
+    refuse_once(model.group.get_entry("swa"))
+    with pytest.raises(RuntimeError, match="refused by the engine"):
+        model.cache.insert(second[0], second[1], windows=second[2])
+    assert model.allocators["kv"].available_pages == 10
+    model.cache.release(second[0])
+    model.allocators["swa"].free_pages(second[2]["swa"])
+    model.empty()
+
+
+def test_a_window_that_leaves_with_its_prefix_is_reported_though_the_engine_refuses_its_pages(
+    make_model: MakeModel, keys_of: KeysOf
+) -> None:
+    removed: list[bytes] = []
+
+    def listener(event: Any) -> None:
+        if (event.change, event.tier, event.pool) == (Change.REMOVED, Tier.DEVICE, "swa"):
+            removed.extend(event.keys)
+
+    model = make_model(windows=(6, 6), write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, listener=listener)
+    match = model.cache.match_prefix(keys_of((1, 2)))
+    pages, windows = model.compute(match, 2)
+    model.cache.release(model.cache.insert(match, pages, windows=windows).match)
+    refuse_once(model.group.get_entry("swa"))
+    with pytest.raises(RuntimeError, match="refused by the engine"):
+        model.cache.evict_device(2)
+    assert removed == keys_of((1, 2))
+    model.allocators["swa"].free_pages(windows["swa"])
+    model.empty()
+
+
 def test_a_prefetch_whose_listener_raises_leaves_the_match(make_model: MakeModel, keys_of: KeysOf) -> None:
     listener = Listener(Change.STORED, Tier.HOST)
     model = make_model(listener=listener, storage=MemoryStorage())

@@ -92,7 +92,7 @@ def test_draft_on_the_windows_slots_moves_with_the_window(make_model: MakeModel,
 
 
 @pytest.mark.parametrize("source", ["kv", "swa"])
-def test_source_of_a_draft_whose_part_left_storage_is_told_as_gone_and_stored_again_with_it(
+def test_source_of_a_draft_whose_part_left_storage_is_reported_as_gone_and_stored_again_with_it(
     make_model: MakeModel, keys_of: KeysOf, source: str
 ) -> None:
     events: list[CacheEvent] = []
@@ -185,7 +185,7 @@ def test_spec_and_entry_of_a_sidecar_name_one_pool(make_model: MakeModel) -> Non
         model.cache.register_sidecar_pool(SidecarPoolSpec("indexer", "kv"), entry)
 
 
-def test_other_trees_are_told_the_way_out(make_model: MakeModel) -> None:
+def test_other_trees_are_refused_with_what_to_do(make_model: MakeModel) -> None:
     model = make_model()
     assert not maybe_register_hicache_draft(object())
     with pytest.raises(NotImplementedError, match=r"tree is a dict, .* use a UnifiedRadixCache"):

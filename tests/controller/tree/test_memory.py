@@ -79,7 +79,7 @@ def test_queues_forget_nodes_that_got_children() -> None:
 
 
 def traced_growth(work: Callable[[], object]) -> int:
-    """Bytes that stay allocated behind some work."""
+    """Bytes that stay allocated after some work."""
     gc.collect()
     tracemalloc.start()
     work()

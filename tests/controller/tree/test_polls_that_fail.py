@@ -59,11 +59,11 @@ def all_settled(model: Any) -> bool:
 
 
 def test_a_listener_that_raises_loses_no_outcome_and_no_event(make_model: MakeModel, keys_of: KeysOf) -> None:
-    told: Counter[tuple[Change, Tier, bytes]] = Counter()
+    reported: Counter[tuple[Change, Tier, bytes]] = Counter()
 
     def listener(event: Any) -> None:
-        told.update((event.change, event.tier, key) for key in event.keys)
-        if len(told) == 5:  # the first page of the first request has arrived on the host
+        reported.update((event.change, event.tier, key) for key in event.keys)
+        if len(reported) == 5:  # the first page of the first request has arrived on the host
             raise RuntimeError("injected by the listener")
 
     model = make_model(device_pages=20, listener=listener)
@@ -71,13 +71,13 @@ def test_a_listener_that_raises_loses_no_outcome_and_no_event(make_model: MakeMo
         insert(model, keys_of(words))
     model.lookup((1,))  # which cuts the node, so that one write is of two
     model.controller.engine.drain()
-    assert told.total() == 4
+    assert reported.total() == 4
     with pytest.raises(RuntimeError, match="injected by the listener"):
         model.cache.poll()
     assert all_settled(model)
-    assert set(told.values()) == {1}
+    assert set(reported.values()) == {1}
     keys = [*keys_of((1, 2)), *keys_of((7, 8))]
-    assert told == Counter((Change.STORED, tier, key) for tier in (Tier.DEVICE, Tier.HOST) for key in keys)
+    assert reported == Counter((Change.STORED, tier, key) for tier in (Tier.DEVICE, Tier.HOST) for key in keys)
     model.cache.check_integrity()
     assert not model.cache.poll()
     model.empty()

@@ -67,7 +67,7 @@ def test_prefetch_ends_once(make_model: MakeModel, keys_of: KeysOf) -> None:
 
 
 def page_on_the_host_below_a_failing_write(model: Any, keys: list[bytes]) -> tuple[Any, Any, Any]:
-    """Have a page computed whose write will fail, and the one behind it come from storage; returns match and gates."""
+    """Have a page computed whose write will fail, and the one after it come from storage; returns match and gates."""
     model.serve((), keys)
     model.empty()
     model.serve((), keys[:1])
@@ -193,7 +193,7 @@ def test_reset_tells_of_all_that_leaves_memory_the_last_pages_first(make_model: 
     def listen(event: CacheEvent) -> None:
         named = {(event.tier, event.pool, key) for key in event.keys}
         if event.change is Change.STORED:
-            assert not named & there, "told twice"
+            assert not named & there, "reported twice"
             there.update(named)
         else:
             assert named <= there, "removed, though it was not there"

@@ -30,7 +30,7 @@ STATES = 4
 
 
 class RecurrentModel:
-    """A gated recurrence behind a short convolution in each layer; its state is rows of a Mamba pool."""
+    """A gated recurrence after a short convolution in each layer; its state is rows of a Mamba pool."""
 
     def __init__(self, seed: int, on: str) -> None:
         random = torch.Generator().manual_seed(seed)

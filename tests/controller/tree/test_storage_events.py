@@ -1,4 +1,4 @@
-"""What is told of storage: each pool's pages once they are there, and once they are gone."""
+"""What is reported of storage: each pool's pages once they are there, and once they are gone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def storage_events(events: list[CacheEvent], change: Change) -> list[CacheEvent]
 
 
 class Mirror:
-    """What a listener takes a storage to have, by pool; nothing may be told that it knows already."""
+    """What a listener takes a storage to have, by pool; nothing may be reported twice."""
 
     def __init__(self) -> None:
-        self.told: dict[str, set[bytes]] = {"kv": set(), "swa": set(), "mamba": set()}
+        self.reported: dict[str, set[bytes]] = {"kv": set(), "swa": set(), "mamba": set()}
 
     def __call__(self, event: CacheEvent) -> None:
         if event.tier is Tier.STORAGE:
-            known, keys = self.told[event.pool], set(event.keys)
+            known, keys = self.reported[event.pool], set(event.keys)
             assert keys.isdisjoint(known) if event.change is Change.STORED else keys <= known
             known ^= keys
 
@@ -39,7 +39,7 @@ def held(storage: MemoryStorage) -> dict[str, set[bytes]]:
     return {pool: set(storage._bytes.get(pool, ())) for pool in ("kv", "swa", "mamba")}
 
 
-def test_what_storage_removes_is_told_with_its_parent_and_stored_again_when_used(
+def test_what_storage_removes_is_reported_with_its_parent_and_stored_again_when_used(
     make_model: MakeModel, keys_of: KeysOf
 ) -> None:
     events: list[CacheEvent] = []
@@ -88,7 +88,7 @@ def test_page_removed_while_it_was_being_stored_is_not_taken_for_stored(make_mod
     model.empty()
 
 
-def test_page_removed_before_its_backup_was_seen_to_end_is_told_as_removed(
+def test_page_removed_before_its_backup_was_seen_to_end_is_reported_as_removed(
     make_model: MakeModel, keys_of: KeysOf
 ) -> None:
     events: list[CacheEvent] = []
@@ -104,12 +104,12 @@ def test_page_removed_before_its_backup_was_seen_to_end_is_told_as_removed(
         pass
     model.cache.drain()
     assert [event.keys for event in storage_events(events, Change.REMOVED)] == [tuple(keys_of((1, 2)))]
-    told = {key for event in storage_events(events, Change.STORED) for key in event.keys}
-    assert told == {*keys_of((1, 2)), *keys_of((7, 8))}
+    reported = {key for event in storage_events(events, Change.STORED) for key in event.keys}
+    assert reported == {*keys_of((1, 2)), *keys_of((7, 8))}
     model.empty()
 
 
-def test_prefetched_pages_are_told_as_stored_once(make_model: MakeModel, keys_of: KeysOf) -> None:
+def test_prefetched_pages_are_reported_as_stored_once(make_model: MakeModel, keys_of: KeysOf) -> None:
     storage = MemoryStorage()
     first = make_model(storage=storage)
     first.serve((1, 2, 3))
@@ -176,16 +176,16 @@ def test_window_that_was_fetched_in_part_counts_as_stored_only_as_a_whole(
     match = model.cache.prefetch(model.cache.match_prefix(keys))
     assert match.pages == 4
     model.cache.release(match)
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     clock.now += 1000
     model.lookup((1, 2, 3, 4))
     model.cache.drain()
     assert model.in_storage(keys, "kv", "swa") == [4, 3]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.empty()
 
 
-def test_windows_that_storage_took_in_part_are_told_and_marked_page_by_page_after_a_split(
+def test_windows_that_storage_took_in_part_are_reported_and_marked_page_by_page_after_a_split(
     make_model: MakeModel, keys_of: KeysOf, clock: Any
 ) -> None:
     mirror, keys = Mirror(), keys_of((1, 2, 3))
@@ -203,7 +203,7 @@ def test_windows_that_storage_took_in_part_are_told_and_marked_page_by_page_afte
     gate.open()
     model.cache.drain()
     assert model.in_storage(keys, "kv", "swa", "mamba") == [3, 1, 1]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     head = model.cache.root.all_children()[0]
     (tail,) = head.all_children()
     assert [node.window("swa").stored for node in (head, tail)] == [True, False]
@@ -213,7 +213,7 @@ def test_windows_that_storage_took_in_part_are_told_and_marked_page_by_page_afte
     model.lookup((1, 2, 3))
     model.cache.drain()
     assert model.in_storage(keys, "kv", "swa", "mamba") == [3, 2, 1]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.empty()
 
 
@@ -234,7 +234,7 @@ def test_ranks_mark_no_window_of_a_backup_that_failed_on_one_of_them(
 
 @pytest.mark.parametrize("lost", ["kv", "swa"])
 @pytest.mark.parametrize("noticed", ["before", "after"])
-def test_part_dropped_between_its_backup_and_the_acknowledgement_is_told_of_its_pool_alone(
+def test_part_dropped_between_its_backup_and_the_acknowledgement_is_reported_of_its_pool_alone(
     make_model: MakeModel, keys_of: KeysOf, lost: str, noticed: str
 ) -> None:
     mirror, keys = Mirror(), keys_of(random.sample(range(100), 3))
@@ -266,7 +266,7 @@ def test_part_dropped_between_its_backup_and_the_acknowledgement_is_told_of_its_
     there = {"kv": 3, "swa": 2, "mamba": 1}
     there[lost] -= 1
     assert model.in_storage(keys, *there) == list(there.values())
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     if noticed == "before":
         node = model.cache.root.all_children()[0]
         marks = {"kv": node.stored, **{part.name: part.stored for part in node.windows}}
@@ -274,7 +274,7 @@ def test_part_dropped_between_its_backup_and_the_acknowledgement_is_told_of_its_
     model.cache.release(model.cache.match_prefix(keys))
     model.cache.drain()
     assert model.in_storage(keys, *there) == [3, 2, 1]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.empty()
 
 
@@ -291,19 +291,19 @@ def test_window_that_left_with_its_page_is_stored_again_though_the_page_was_to_b
     model.cache.drain()  # nothing of the second page is taken, so the first is to be named again
     gate.failing = False
     model.lose(keys[0])
-    assert mirror.told == {"kv": {keys[0]}, "swa": {keys[0]}, "mamba": set()}
+    assert mirror.reported == {"kv": {keys[0]}, "swa": {keys[0]}, "mamba": set()}
     model.cache.poll()
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     clock.now += 1
     model.lookup((1, 2))
     model.cache.drain()
     assert model.in_storage(keys, "kv", "swa") == [2, 2]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.empty()
 
 
 @pytest.mark.parametrize("lost", ["kv", "swa"])
-def test_part_that_leaves_storage_after_it_was_fetched_is_not_told_as_stored(
+def test_part_that_leaves_storage_after_it_was_fetched_is_not_reported_as_stored(
     make_model: MakeModel, keys_of: KeysOf, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setattr(
@@ -321,12 +321,12 @@ def test_part_that_leaves_storage_after_it_was_fetched_is_not_told_as_stored(
     match = model.cache.finish_prefetch(started)
     assert match.pages == 2
     assert (match.node.stored, match.node.window("swa").stored) == (lost != "kv", lost != "swa")
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.cache.release(match)
     model.lookup((1, 2))
     model.cache.drain()
     assert model.in_storage(keys, "kv", "swa") == [2, 2]
-    assert mirror.told == held(model.storage)
+    assert mirror.reported == held(model.storage)
     model.empty()
 
 
@@ -344,8 +344,8 @@ def test_events_mirror_a_storage_that_keeps_removing_pages(
         model.cache.drain()
         for pool, there in held(storage).items():
             # A page that leaves while it is stored again counts as removed until its next use.
-            missing, wrong = there - mirror.told[pool], mirror.told[pool] - there
-            assert not wrong, f"{pool} pages are told of and not there"
-            assert not missing or not synchronous, f"{pool} pages are there and not told of"
+            missing, wrong = there - mirror.reported[pool], mirror.reported[pool] - there
+            assert not wrong, f"{pool} pages are reported and not there"
+            assert not missing or not synchronous, f"{pool} pages are there and not reported"
     assert storage.stats().evicted > 20
     model.empty()

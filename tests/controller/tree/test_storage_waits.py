@@ -232,7 +232,7 @@ def test_pages_that_a_call_to_storage_reads_are_not_used_again_before_it_ends(
     assert model.begin(keys_of((1, 2, 3, 4))).pages == 2  # bit for bit
 
 
-def test_pages_that_are_not_saved_leave_by_the_order_of_the_strategy_and_behind_those_that_are(
+def test_pages_that_are_not_saved_leave_by_the_order_of_the_strategy_and_after_those_that_are(
     make_model: MakeModel, keys_of: KeysOf
 ) -> None:
     model = make_slow(make_model, wait=0, device_pages=20, host_pages=8, batch_pages=1)

@@ -38,7 +38,7 @@ def test_backup_that_failed_is_made_when_the_prefix_is_used_again(
     model.lookup((1, 2))  # cuts the node
     model.lookup((1, 2, 3))
     model.cache.drain()
-    assert model.in_storage(keys_of((1, 2, 3)), "kv") == [0], "the pause behind the failure is not over"
+    assert model.in_storage(keys_of((1, 2, 3)), "kv") == [0], "the pause after the failure is not over"
     clock.now += 1
     model.cache.drain()
     assert model.in_storage(keys_of((1, 2, 3)), "kv", "swa", "mamba") == [3, 2, 1]
@@ -141,7 +141,7 @@ def test_storage_that_is_attached_late_gets_what_is_on_the_host(make_model: Make
     model.empty()
 
 
-def test_another_storage_gets_everything_anew_and_the_old_one_is_told_gone(
+def test_another_storage_gets_everything_anew_and_the_old_one_is_reported_gone(
     make_model: MakeModel, keys_of: KeysOf
 ) -> None:
     events: list[CacheEvent] = []
@@ -160,7 +160,7 @@ def test_another_storage_gets_everything_anew_and_the_old_one_is_told_gone(
     events.clear()
     old.clear()
     model.cache.poll()
-    assert not events, "the old storage is nobody's any more"
+    assert not events, "the old storage is not listened to any more"
     old.close()
     model.empty()
 
@@ -233,15 +233,15 @@ def test_storage_that_tells_somebody_else_is_not_attached_under_a_tree(make_mode
     model = make_model()
     model.serve((1, 2))
     model.cache.drain()
-    storage, told = MemoryStorage(), list[tuple[str, bytes]]()
-    storage.set_removal_listener(lambda keys, name: told.extend((name, key) for key in keys))
+    storage, removed = MemoryStorage(), list[tuple[str, bytes]]()
+    storage.set_removal_listener(lambda keys, name: removed.extend((name, key) for key in keys))
     with pytest.raises(RuntimeError, match=r"set_removal_listener\(None\) must come first"):
         model.controller.attach_storage_backend(storage)
     assert not model.controller.has_storage
     assert not storage._pools
     storage.note_removed(keys_of((1,)), "kv")
     storage.report_removed()
-    assert told == [("kv", *keys_of((1,)))], "its listener stays"
+    assert removed == [("kv", *keys_of((1,)))], "its listener stays"
     storage.set_removal_listener(None)
     model.storage = storage
     model.controller.attach_storage_backend(storage)

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parent / "prefill_decode_program.py"
 
 @contextlib.contextmanager
 def process(role: str, storage: str, words: list[int]) -> Iterator[int]:
-    """Run a process; gives the pages it found, and ends it behind the block."""
+    """Run a process; gives the pages it found, and ends it after the block."""
     command = [sys.executable, str(PROGRAM), role, storage, *map(str, words)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdin is not None

@@ -96,7 +96,7 @@ def test_state_missing_at_the_boundary_makes_a_miss_though_its_kv_is_there(make_
     model.empty()
 
 
-def test_node_with_only_a_window_on_the_device_loads_its_attention_beside_it(
+def test_node_with_only_a_window_on_the_device_loads_its_attention_with_it(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(windows=(8, 8))

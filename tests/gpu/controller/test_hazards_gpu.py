@@ -74,7 +74,7 @@ def test_compute_overwrites_rows_only_after_write_back_read_them(make_stack, gua
 
 @paths
 @guarded
-def test_device_slots_are_given_back_behind_the_write_back_that_reads_them(make_stack, guard, policy):
+def test_device_slots_are_given_back_after_the_write_back_that_reads_them(make_stack, guard, policy):
     stack = make_stack(device_pages=8, policy=policy, guards=Guards(overwrite_follows_read=guard))
     device = stack.alloc(8)
     on_gpu, rows, others = device.cuda(), stack.random_rows(len(device)), stack.random_rows(len(device))

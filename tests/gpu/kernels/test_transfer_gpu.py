@@ -138,7 +138,7 @@ def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("elements", [(16,), (20,), (128, 128), (512, 64), (2048, 2048)])
-def test_one_kernel_loads_all_layers_with_an_event_behind_each(pools, gpu, elements):
+def test_one_kernel_loads_all_layers_with_an_event_after_each(pools, gpu, elements):
     pool = pools.random_pool(random.choice(LAYOUTS), elements, layers=7, pages=75, page_size=2, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="direct")
     for count in (1, 73):
@@ -279,7 +279,7 @@ def test_work_after_a_load_on_the_current_stream_sees_the_rows(pools, gpu, polic
 
 
 @pytest.mark.parametrize("policy", [*PATHS, "ahead"])
-def test_layer_events_are_recorded_in_order_and_behind_their_rows(pools, gpu, monkeypatch, policy):
+def test_layer_events_are_recorded_in_order_and_after_their_rows(pools, gpu, monkeypatch, policy):
     if policy == "ahead":
         plan = Plan("staged", "by the test", 1.0, 2, 2, direct_layers=2)
         monkeypatch.setattr(planner, "plan_load", lambda *_, **__: plan)
