@@ -22,7 +22,7 @@ from hicache_controller.integrations.vllm import VllmSettings
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "lfm2"])
 def test_every_kind_of_layer_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     engine = Engine(write_model(family, tmp_path), VllmSettings(l2_gb=0.05), blocks=192)
     try:
