@@ -170,7 +170,7 @@ def together(session: nox.Session) -> None:
     pytest(session, "tests/house", "tests/together", "tests/gpu", *(f"--ignore={path}" for path in DOCUMENT_TESTS))
 
 
-@nox.session(venv_backend="venv")
+@nox.session(venv_backend="venv", default=False)
 def vllm(session: nox.Session) -> None:
     """Run small models with vLLM on the CPU, their cache in host memory and storage.
 
