@@ -29,7 +29,7 @@ PREFIX = 8 * fam.PAGE
 def _attention_that_is_the_same_twice() -> Iterator[None]:
     """Leave cuDNN out: with it, steps of one token behind 8,000 differ by a rounding now and then, without any cache.
 
-    In 12 of 764 runs beside other processes, on an H200; in none of 1,524 with other kernels.
+    In 12 of 764 runs next to other processes, on an H200; in none of 1,524 with other kernels.
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
