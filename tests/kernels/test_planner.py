@@ -8,21 +8,16 @@ from hypothesis import strategies as st
 
 from hicache_kernels import HostLayout
 from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, DeviceConstants, DirectionConstants
+from hicache_kernels.direct_cost import ROW_KERNEL_LOSS, ROWS_PER_CTA_SECOND
 from hicache_kernels.planner import (
-    ROW_KERNEL_LOSS,
-    ROWS_PER_CTA_SECOND,
     STAGED_PREFERENCE,
-    SUBMIT_MARGIN,
     Availability,
     PathUnavailableError,
-    Plan,
-    Work,
-    layer_groups,
-    moved_before,
     plan_load,
     plan_write_back,
-    staged_load_plan,
 )
+from hicache_kernels.staged_cost import SUBMIT_MARGIN, layer_groups, moved_before, staged_load_plan
+from hicache_kernels.work import Plan, Work
 
 LAYOUTS = list(HostLayout)
 PLANNERS = [plan_write_back, plan_load]

@@ -12,11 +12,12 @@ from .indices import OperationIndices
 from .layer_events import LayerEvents, SpareEvents
 from .paths import PlanePaths
 from .plane import Plane, check_planes
-from .planner import DIRECT, REFERENCE, Plan, layer_steps, moved_before
 from .plans import OperationPlans
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
+from .staged_cost import layer_steps, moved_before
 from .staging import Direction, StagingRing, canonical_device
 from .validation import whole
+from .work import DIRECT, REFERENCE, Plan
 
 __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "TransferResult"]
 
