@@ -1,6 +1,7 @@
 """The planner, on invented constants: paths, reasons, quotas, demands."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -298,26 +299,47 @@ def test_a_load_takes_what_the_model_loses_into_account() -> None:
 def test_a_write_back_weighs_the_model_where_it_is_said_what_it_computes() -> None:
     small = Work(HostLayout.PAGE_FIRST, 16384, 16384, 32 << 10, 1, 8, 2, 2048)
     assert (plan_write_back(small).path, plan_write_back(small).block_quota) == ("direct", 2)
-    assert plan_write_back(small).model_loss == STAGED_PREFERENCE
+    unknown = plan_write_back(small)
+    assert (unknown.model_loss, unknown.handicap) == (0, STAGED_PREFERENCE)
     assert plan_write_back(small, compute="decode").block_quota == 1
 
 
-def test_the_first_layers_of_a_load_of_many_copies_go_ahead_of_them() -> None:
-    plan = plan_load(SCATTERED_PAGES, compute="decode", layer_by_layer=False)
-    assert plan.path == "staged"
-    assert 0 < plan.direct_layers <= 80 // 4
-    assert plan.layers_each >= plan.direct_layers
-    assert plan.block_quota > 0
-    assert f"for {plan.direct_layers} layers ahead" in plan.reason
-    for options in ({"block_quota": 0}, {"layer_by_layer": True}, {"available": Availability(direct=False)}):
-        alone = plan_load(
-            SCATTERED_PAGES, **{"compute": "decode", "policy": "staged", "layer_by_layer": False, **options}
-        )
-        assert (alone.direct_layers, alone.block_quota) == (0, 0)
-    assert plan_load(SCATTERED_PAGES, constants=CPU, policy="staged", layer_by_layer=False).direct_layers == 0
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("policy", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_reason_says_what_the_model_loses_and_how_that_is_known(planner, policy: str, measured: bool) -> None:
+    constants = dataclasses.replace(H200, losses_measured=measured)
+    scattered = Work(HostLayout.PAGE_FIRST, 16384, 16384, 32 << 10, 1, 8, 2, 2048)
+    source = r"\(measured on this device\)$" if measured else r"\(as on an H200\)$"
+    for compute, who in (("prefill", "a prefill loses"), ("decode", "decode loses")):
+        plan = planner(scattered, constants=constants, policy=policy, compute=compute)
+        assert re.search(rf"{who} {plan.model_loss:.1%} of its time meanwhile {source}", plan.reason)
+    unknown = planner(scattered, constants=constants, policy=policy)
+    way = constants.write_back if planner is plan_write_back else constants.load
+    loss = way.loss(unknown.block_quota) if unknown.path == "direct" else way.staged_loss
+    if unknown.direct_layers == 0:
+        assert re.search(rf"decode loses {loss.decode:.1%} of its time meanwhile {source}", unknown.reason)
+    for nothing in (
+        planner(scattered, constants=constants, policy=policy, compute="idle"),
+        planner(scattered, constants=CPU, policy=policy, compute="decode"),
+        planner(scattered, constants=constants, policy="reference", compute="decode"),
+    ):
+        assert "meanwhile" not in nothing.reason
 
 
-@given(ahead=st.integers(0, 8), layers=st.integers(9, 130), most=st.sampled_from([1, 2, 4, 8, 16]))
+def test_copies_behind_layers_that_go_ahead_wait_for_the_kernel_that_moves_them() -> None:
+    """The start of a staged load, that of the kernel, and the end of the kernel are moments without bytes."""
+    pause = 10e-6
+    direct = plan_load(SCATTERED_PAGES, policy="direct", layer_by_layer=False)
+    slow = dataclasses.replace(direct, expected_seconds=direct.expected_seconds + pause)
+    slow_launches = dataclasses.replace(H200, launch_seconds=H200.launch_seconds + pause)
+    before = staged_load_plan(SCATTERED_PAGES, H200, 64 << 20, None, direct, [16])
+    after = staged_load_plan(SCATTERED_PAGES, slow_launches, 64 << 20, None, slow, [16])
+    assert before.direct_layers == after.direct_layers > 0
+    assert after.expected_seconds - before.expected_seconds == pytest.approx(3 * pause, rel=0.05)
+
+
+@given(ahead=st.integers(0, 8), layers=st.integers(17, 130), most=st.sampled_from([1, 2, 4, 8, 16]))
 def test_copies_behind_layers_that_went_ahead_are_no_larger_than_what_went_before(
     ahead: int, layers: int, most: int
 ) -> None:

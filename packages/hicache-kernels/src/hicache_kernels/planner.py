@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from .constants import H200, Compute, DeviceConstants
+from .constants import H200, Compute, DeviceConstants, DirectionConstants
 from .direct_cost import direct_load_rate, direct_plan
 from .staged_cost import staged_load_plan, staged_write_back_seconds
 from .validation import MAX_BLOCKS, whole
@@ -80,8 +80,9 @@ def plan_write_back(
     staged = Plan(STAGED, "", seconds, 0, model_loss=way.staged_loss.during(weighed))
     direct = direct_plan(work, way, constants.launch_seconds, way.direct_rate, quota, weighed)
     if found is None and constants.has_sms:
-        direct = dataclasses.replace(direct, model_loss=STAGED_PREFERENCE)
-    return _choose("write-back", work, staged, direct, available, policy, quota)
+        direct = dataclasses.replace(direct, handicap=STAGED_PREFERENCE)
+    chosen = _choose("write-back", work, staged, direct, available, policy, quota)
+    return _because(chosen, chosen.reason + _loss(chosen, constants, way, found))
 
 
 def plan_load(
@@ -109,7 +110,8 @@ def plan_load(
     ahead = direct if may_go_ahead and not layer_by_layer else None
     sizes = (1,) if layer_by_layer else None
     staged = staged_load_plan(work, constants, staging_bytes, found, ahead, sizes)
-    return _choose("load-back", work, staged, direct, available, policy, quota)
+    chosen = _choose("load-back", work, staged, direct, available, policy, quota)
+    return _because(chosen, chosen.reason + _loss(chosen, constants, way, found))
 
 
 def _checked_quota(block_quota: int | None) -> int | None:
@@ -164,6 +166,17 @@ def _terms(plan: Plan) -> str:
     loss = f" at {plan.model_loss:.0%} of the model" if plan.model_loss else ""
     order = "" if plan.in_order else ", the other layers all at once"
     return f"{plan.expected_seconds * 1e3:.3f} ms{ctas}{loss}{order}"
+
+
+def _loss(plan: Plan, constants: DeviceConstants, way: DirectionConstants, compute: Compute | None) -> str:
+    """Say what a model loses meanwhile, and how that is known; nothing where there is no model to lose."""
+    if plan.path == REFERENCE or compute is Compute.IDLE or not constants.has_sms:
+        return ""
+    share = plan.model_loss
+    if compute is None and not share:
+        share = (way.loss(plan.block_quota) if plan.path == DIRECT else way.staged_loss).decode
+    who = "a prefill loses" if compute is Compute.PREFILL else "decode loses"
+    return f"; {who} {share:.1%} of its time meanwhile ({constants.losses_source})"
 
 
 def _because(plan: Plan, reason: str) -> Plan:

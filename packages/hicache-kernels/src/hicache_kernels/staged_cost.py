@@ -127,8 +127,11 @@ def staged_load_plan(
 
     def times(ahead: int, most: int) -> tuple[float, float, float]:
         """Return seconds of the whole, of what goes directly, and of the caller's thread."""
-        done = by_sms = direct.expected_seconds * ahead / work.layers if direct and ahead else 0.0
-        submit = 0.0
+        done = by_sms = submit = 0.0
+        if direct and ahead:
+            launch = constants.launch_seconds
+            by_sms = launch + (direct.expected_seconds - launch) * ahead / work.layers
+            done = by_sms + launch  # the copies wait for the kernel's end, while the bus has nothing to do
         for start, end, each in layer_groups(ahead, work.layers, most, moved_before(ahead, most, work.layers)):
             last = step(each)
             submit += (end - start) // each * last.submit

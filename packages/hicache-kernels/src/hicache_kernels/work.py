@@ -81,11 +81,14 @@ class Plan:
     layers_each
         Layers that a copy of a staged load-back takes at most.
     model_loss
-        Share of its time that the model loses meanwhile, on top of what a plain copy takes from it.
+        Share of its time that the model loses meanwhile, on top of what a plain copy takes from it, as far as that
+        counts: 0.0 for a write-back whose caller does not say what the model computes.
     direct_layers
         Layers of a staged load-back that go directly, ahead of its copies, with ``block_quota`` CTAs.
     in_order
         False where all layers that the copies of a load-back bring come at once, at its end.
+    handicap
+        Share of its time that the path must be better by to be chosen; no part of what the model loses.
     """
 
     path: str
@@ -96,8 +99,10 @@ class Plan:
     model_loss: float = 0.0
     direct_layers: int = 0
     in_order: bool = True
+    handicap: float = 0.0
 
     @property
     def cost(self) -> float:
         """Seconds that decide: those of the bus, and those that the model loses meanwhile."""
-        return self.expected_seconds * (1 + self.model_loss + (0.0 if self.in_order else AT_ONCE_COST))
+        at_once = 0.0 if self.in_order else AT_ONCE_COST
+        return self.expected_seconds * (1 + self.model_loss + self.handicap + at_once)
