@@ -163,7 +163,7 @@ def test_the_first_transfer_of_a_process_does_not_wait_for_losses(
     assert asked == [False]
 
 
-def test_whoever_asks_gets_losses_measured_and_kept_for_this_and_later_processes(
+def test_a_full_calibration_keeps_losses_for_this_and_later_processes(
     fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = dataclasses.replace(H200, source="measured")
