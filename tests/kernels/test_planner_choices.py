@@ -1,6 +1,6 @@
 """What auto chooses for loads of 512 MiB on an H200, case by case, so that every change of a choice is seen.
 
-The constants are recorded, the choices are in ``recorded/h200_loads.txt``. Run as a program, this file writes them anew.
+The constants are recorded, the choices are in ``recorded/h200_loads.txt``. Run as a program, this writes them anew.
 """
 
 from __future__ import annotations
