@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_kernels import HostLayout
-from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, DeviceConstants, DirectionConstants
+from hicache_kernels import HostLayout, planner
+from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, Compute, DeviceConstants, DirectionConstants
 from hicache_kernels.direct_cost import ROW_KERNEL_LOSS, ROWS_PER_CTA_SECOND
 from hicache_kernels.planner import (
     STAGED_PREFERENCE,
@@ -17,7 +17,15 @@ from hicache_kernels.planner import (
     plan_load,
     plan_write_back,
 )
-from hicache_kernels.staged_cost import SUBMIT_MARGIN, layer_groups, moved_before, staged_load_plan
+from hicache_kernels.staged_cost import (
+    MIN_AHEAD_BYTES,
+    SUBMIT_MARGIN,
+    copy_sizes,
+    layer_groups,
+    least_staged_load_cost,
+    moved_before,
+    staged_load_plan,
+)
 from hicache_kernels.work import Plan, Work
 
 LAYOUTS = list(HostLayout)
@@ -89,6 +97,52 @@ def test_auto_takes_the_path_that_costs_less(planner, work: Work) -> None:
     direct = planner(work, constants=CONSTANTS, policy="direct")
     assert auto.cost == min(staged.cost, direct.cost)
     assert auto.path == ("staged" if staged.cost <= direct.cost else "direct")
+
+
+small_works = st.builds(
+    lambda layout, row_bytes, page_size, layers, planes, pages, runs: Work(
+        layout, pages, min(runs, pages), row_bytes * page_size * layers * planes, page_size, layers, planes, row_bytes
+    ),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 64).map(lambda each: 64 * each),
+    st.sampled_from([1, 16, 64]),
+    st.integers(1, 80),
+    st.integers(1, 2),
+    st.integers(1, 64),
+    st.integers(1, 64),
+).filter(lambda work: work.bytes < MIN_AHEAD_BYTES)
+
+
+@given(
+    work=small_works,
+    compute=st.sampled_from([None, "idle", "decode", "prefill"]),
+    constants=st.sampled_from([H200, CONSTANTS, CPU]),
+    layer_by_layer=st.booleans(),
+)
+def test_small_loads_are_planned_without_a_search_as_a_search_would_plan_them(
+    work: Work, compute: str | None, constants: DeviceConstants, layer_by_layer: bool
+) -> None:
+    options = {"constants": constants, "compute": compute, "layer_by_layer": layer_by_layer}
+    auto = plan_load(work, **options)
+    staged, direct = (plan_load(work, policy=policy, **options) for policy in ("staged", "direct"))
+    expected = staged if staged.cost <= direct.cost else direct
+    assert dataclasses.replace(auto, reason="") == dataclasses.replace(expected, reason="")
+    sizes = (1,) if layer_by_layer else copy_sizes(work, 128 << 20)
+    found = None if compute is None else Compute(compute)
+    assert least_staged_load_cost(work, constants, found, sizes) <= staged.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("compute", [None, "idle", "decode", "prefill"])
+def test_one_page_is_loaded_directly_without_a_search(compute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "staged_load_plan", lambda *_, **__: pytest.fail("a search"))
+    for row_bytes, layers, planes in ((128, 80, 2), (256, 80, 2), (1024, 28, 2), (1152, 61, 1), (2048, 32, 2)):
+        page_bytes = 16 * row_bytes * layers * planes
+        one = Work(HostLayout.PAGE_FIRST_DIRECT, 1, 1, page_bytes, 16, layers, planes, row_bytes)
+        found = plan_load(one, compute=compute, layer_by_layer=False)
+        assert found.path == "direct"
+        assert re.search(
+            r"1 pages of \d+ bytes in 1 runs: direct .* against staged at a cost of .* or more", found.reason
+        )
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -34,15 +34,16 @@ def direct_plan(
     ``launch_seconds`` is the time of all its launches, ``rate`` the bytes per second of so many CTAs.
     """
 
-    def plan(ctas: int) -> Plan:
-        seconds = launch_seconds + work.bytes / rate(ctas)
-        return Plan(DIRECT, "", seconds, ctas, model_loss=direction.loss(ctas).during(compute))
+    def cost(ctas: int) -> float:
+        return (launch_seconds + work.bytes / rate(ctas)) * (1 + direction.loss(ctas).during(compute))
 
-    if block_quota:
-        return plan(block_quota)
-    plans = [plan(ctas) for ctas, _ in direction.direct_rates]
-    enough = NEAR_BEST_COST * min(each.cost for each in plans)
-    return next(each for each in plans if each.cost <= enough)
+    ctas = block_quota
+    if not ctas:
+        costs = [(each, cost(each)) for each, _ in direction.direct_rates]
+        enough = NEAR_BEST_COST * min(found for _, found in costs)
+        ctas = next(each for each, found in costs if found <= enough)
+    seconds = launch_seconds + work.bytes / rate(ctas)
+    return Plan(DIRECT, "", seconds, ctas, model_loss=direction.loss(ctas).during(compute))
 
 
 def direct_load_rate(work: Work, direction: DirectionConstants, ctas: int) -> float:

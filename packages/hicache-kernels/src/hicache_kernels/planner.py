@@ -8,11 +8,19 @@ from dataclasses import dataclass
 
 from .constants import H200, Compute, DeviceConstants, DirectionConstants
 from .direct_cost import direct_load_rate, direct_plan
-from .staged_cost import staged_load_plan, staged_write_back_seconds
+from .staged_cost import (
+    MIN_AHEAD_BYTES,
+    copy_sizes,
+    least_staged_load_cost,
+    staged_load_plan,
+    staged_write_back_seconds,
+)
 from .validation import MAX_BLOCKS, whole
 from .work import DIRECT, REFERENCE, STAGED, Plan, Work
 
-POLICIES = ("auto", STAGED, DIRECT, REFERENCE)
+AUTO = "auto"
+POLICIES = (AUTO, STAGED, DIRECT, REFERENCE)
+ASKED_FOR = "asked for by policy"
 STAGED_PREFERENCE = 0.04
 """How much slower a staged write-back may be and still be chosen where nobody says what the model computes: it leaves
 the SMs to the model, and frees device slots early."""
@@ -81,8 +89,8 @@ def plan_write_back(
     direct = direct_plan(work, way, constants.launch_seconds, way.direct_rate, quota, weighed)
     if found is None and constants.has_sms:
         direct = dataclasses.replace(direct, handicap=STAGED_PREFERENCE)
-    chosen = _choose("write-back", work, staged, direct, available, policy, quota)
-    return _because(chosen, chosen.reason + _loss(chosen, constants, way, found))
+    plan, reason = _choose("write-back", work, staged, direct, available, policy, quota)
+    return _because(plan, reason, constants, way, found)
 
 
 def plan_load(
@@ -106,12 +114,18 @@ def plan_load(
     way = constants.load
     rate = functools.partial(direct_load_rate, work, way) if constants.has_sms else way.direct_rate
     direct = direct_plan(work, way, launches * constants.launch_seconds, rate, quota, found)
+    sizes = (1,) if layer_by_layer else copy_sizes(work, staging_bytes)
+    both = quota != 0 and (available is None or (available.direct and available.staged))
+    if policy == AUTO and both and work.bytes < MIN_AHEAD_BYTES:
+        least = least_staged_load_cost(work, constants, found, sizes)
+        if direct.cost < least:
+            reason = f"{_shape(work)}: direct {_terms(direct)} against staged at a cost of {least * 1e3:.3f} ms or more"
+            return _because(direct, reason, constants, way, found)
     may_go_ahead = constants.has_sms and quota != 0 and (available is None or available.direct)
     ahead = direct if may_go_ahead and not layer_by_layer else None
-    sizes = (1,) if layer_by_layer else None
     staged = staged_load_plan(work, constants, staging_bytes, found, ahead, sizes)
-    chosen = _choose("load-back", work, staged, direct, available, policy, quota)
-    return _because(chosen, chosen.reason + _loss(chosen, constants, way, found))
+    plan, reason = _choose("load-back", work, staged, direct, available, policy, quota)
+    return _because(plan, reason, constants, way, found)
 
 
 def _checked_quota(block_quota: int | None) -> int | None:
@@ -129,7 +143,8 @@ def _checked_compute(compute: Compute | str | None) -> Compute | None:
 
 def _choose(
     what: str, work: Work, staged: Plan, direct: Plan, available: Availability | None, policy: str, quota: int | None
-) -> Plan:
+) -> tuple[Plan, str]:
+    """Return the plan to follow, and why."""
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
     available = available or Availability()
@@ -138,25 +153,28 @@ def _choose(
     if not no_direct and quota == 0:
         no_direct = "block_quota is 0, which forbids SM-driven transfers"
     if policy == REFERENCE:
-        return Plan(REFERENCE, "asked for by policy", 0.0, 0)
+        return Plan(REFERENCE, "", 0.0, 0), ASKED_FOR
     if policy == STAGED:
         if no_staged:
             raise PathUnavailableError(f"policy 'staged' cannot be followed for this {what}: {no_staged}")
-        return _because(staged, "asked for by policy")
+        return staged, ASKED_FOR
     if policy == DIRECT:
         if no_direct:
             raise PathUnavailableError(f"policy 'direct' cannot be followed for this {what}: {no_direct}")
-        return _because(direct, "asked for by policy")
+        return direct, ASKED_FOR
     if no_staged and no_direct:
-        return Plan(REFERENCE, f"no compiled path: staged: {no_staged}; direct: {no_direct}", 0.0, 0)
+        return Plan(REFERENCE, "", 0.0, 0), f"no compiled path: staged: {no_staged}; direct: {no_direct}"
     if no_staged:
-        return _because(direct, f"no staged path: {no_staged}")
+        return direct, f"no staged path: {no_staged}"
     if no_direct:
-        return _because(staged, f"no direct path: {no_direct}")
-    shape = f"{work.pages} pages of {work.page_bytes} bytes in {work.runs} runs"
+        return staged, f"no direct path: {no_direct}"
     if staged.cost <= direct.cost:
-        return _because(staged, f"{shape}: staged {_terms(staged)} against direct {_terms(direct)}")
-    return _because(direct, f"{shape}: direct {_terms(direct)} against staged {_terms(staged)}")
+        return staged, f"{_shape(work)}: staged {_terms(staged)} against direct {_terms(direct)}"
+    return direct, f"{_shape(work)}: direct {_terms(direct)} against staged {_terms(staged)}"
+
+
+def _shape(work: Work) -> str:
+    return f"{work.pages} pages of {work.page_bytes} bytes in {work.runs} runs"
 
 
 def _terms(plan: Plan) -> str:
@@ -179,5 +197,7 @@ def _loss(plan: Plan, constants: DeviceConstants, way: DirectionConstants, compu
     return f"; {who} {share:.1%} of its time meanwhile ({constants.losses_source})"
 
 
-def _because(plan: Plan, reason: str) -> Plan:
-    return dataclasses.replace(plan, reason=reason)
+def _because(
+    plan: Plan, reason: str, constants: DeviceConstants, way: DirectionConstants, compute: Compute | None
+) -> Plan:
+    return dataclasses.replace(plan, reason=reason + _loss(plan, constants, way, compute))

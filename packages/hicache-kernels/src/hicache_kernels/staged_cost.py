@@ -157,6 +157,19 @@ def staged_load_plan(
     return plan(*next(choice for choice, found in zip(choices, costs, strict=True) if found <= enough))
 
 
+def least_staged_load_cost(
+    work: Work, constants: DeviceConstants, compute: Compute | None, sizes: Sequence[int]
+) -> float:
+    """Cost below which no staged load gets whose copies bring all layers in order: that of starting their steps.
+
+    Parameters are those of :func:`staged_load_plan`. A direct load that costs less is the better one, without a search.
+    """
+    steps = sum((end - start) // each for start, end, each in layer_groups(0, work.layers, sizes[-1]))
+    launch = constants.launch_seconds
+    moved = max(steps * launch, work.bytes / constants.load.copy_bytes_per_second)
+    return (launch + moved) * (1 + constants.load.staged_loss.during(compute))
+
+
 class _Step(NamedTuple):
     """Copies of some layers: time of the copy engine, and of the thread that queues them."""
 
