@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hicache_kernels import HostLayout, planner
 from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, Compute, DeviceConstants, DirectionConstants
-from hicache_kernels.direct_cost import ROW_KERNEL_LOSS, ROWS_PER_CTA_SECOND
+from hicache_kernels.direct_cost import ROW_KERNEL_LOSS, ROWS_PER_CTA_SECOND, shares_one_event
 from hicache_kernels.planner import (
     STAGED_PREFERENCE,
     Availability,
@@ -143,6 +143,17 @@ def test_one_page_is_loaded_directly_without_a_search(compute: str | None, monke
         assert re.search(
             r"1 pages of \d+ bytes in 1 runs: direct .* against staged at a cost of .* or more", found.reason
         )
+
+
+def test_layers_of_a_load_share_an_event_only_where_it_is_over_before_as_many_could_be_queued() -> None:
+    def shared(pages: int, layers: int) -> bool:
+        some = Work(HostLayout.PAGE_FIRST, pages, pages, layers * (64 << 10), 16, layers, 2, 2048)
+        return shares_one_event(plan_load(some, policy="direct", layer_by_layer=False), layers)
+
+    for layers in (28, 32, 61, 80):
+        assert shared(1, layers)
+        assert not shared(16, layers)
+    assert not shared(1, 2)  # two events are queued before a kernel has even started
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -20,6 +20,14 @@ ROW_KERNEL_LOSS = 0.2
 NEAR_BEST_COST = 1.05
 """A direct transfer takes the fewest CTAs whose cost is so close to the best: each more takes an SM from the model."""
 
+LAYER_EVENT_SECONDS = 4e-6
+"""What the event of one more layer costs the thread that queues a direct load (some 5 us on an H200's host)."""
+
+
+def shares_one_event(plan: Plan, layers: int) -> bool:
+    """Whether a direct load of so many layers is over before its thread could have queued an event for each of them."""
+    return plan.expected_seconds <= layers * LAYER_EVENT_SECONDS
+
 
 def direct_plan(
     work: Work,
