@@ -124,10 +124,12 @@ class GraphTimes:
             to, of = (self._rows, self._host) if load else (self._host, self._rows)
             to.copy_(of, non_blocking=True)
             return None
-        call = self._transfer.load if load else self._transfer.write_back
         # No layer of a staged load goes ahead by the SMs.
         quota = 0 if mover.policy == STAGED else mover.ctas
-        return call(self._host_slots, self._device_slots, policy=mover.policy, block_quota=quota).host_ready
+        slots = self._host_slots, self._device_slots
+        if load:
+            return self._transfer.load(*slots, policy=mover.policy, block_quota=quota, layer_events=True).host_ready
+        return self._transfer.write_back(*slots, policy=mover.policy, block_quota=quota).host_ready
 
 
 def wrong_loss(constants: DeviceConstants) -> str | None:
