@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from hicache_controller.integrations.storage_address import storage_address
 from hicache_controller.integrations.vllm import VllmSettings, kv_transfer_config
-from hicache_controller.integrations.vllm.settings import storage_address
 
 
 def test_the_configuration_holds_what_was_set_and_comes_back_as_settings():

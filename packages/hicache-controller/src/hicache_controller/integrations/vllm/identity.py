@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...storage import Fingerprint
+from ..weight_files import directory_hash
 from .settings import VllmSettings
-
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "config.json")
-
 
 View = torch.Tensor | list[torch.Tensor]
 """What a layer keeps: a tensor, or several states."""
@@ -63,7 +60,7 @@ def fingerprint_of(
     revision = settings.revision or model.revision or getattr(model.hf_config, "_commit_hash", None)
     weights = settings.weights_hash
     if revision is None and weights is None:
-        weights = _directory_hash(model.model)
+        weights = directory_hash(model.model)
     if revision is None and weights is None:
         raise ValueError(
             f"storage is {settings.storage!r}, but nothing says which weights {model.model!r} has; add revision or "
@@ -104,23 +101,3 @@ def _shape(view: torch.Tensor, blocks: int) -> str:
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     extents = [str(extent) if extent % blocks else f"{extent // blocks} a block" for extent in view.shape]
     return ", ".join(f"{extent} at {order.index(dim)}" for dim, extent in enumerate(extents))
-
-
-def _directory_hash(path: str) -> str | None:
-    """Hash the texts of a local model's configuration, and names, sizes and times of its weights; or None."""
-    if not os.path.isdir(path):
-        return None
-    digest = hashlib.sha256()
-    for entry in _files(path):
-        if entry.name.endswith(".json"):
-            with open(entry.path, "rb") as file:
-                digest.update(entry.name.encode() + file.read())
-            continue
-        stat = entry.stat()
-        digest.update(f"{entry.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-def _files(path: str) -> Iterable[os.DirEntry[str]]:
-    with os.scandir(path) as entries:
-        return sorted((each for each in entries if each.name.endswith(_WEIGHT_FILES)), key=lambda each: each.name)

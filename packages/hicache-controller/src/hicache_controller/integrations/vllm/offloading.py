@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload import base
 
 from ...storage import Fingerprint, StorageBackendFactory
+from ..storage_address import storage_address
 from .host_blocks import BlockState, HostBlocks
-from .settings import VllmSettings, storage_address
+from .settings import VllmSettings
 from .storage_queue import StorageJob, StorageQueue
 from .transfers import BlockTransfers, Finished
 from .worker_storage import WorkerStorage

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 from hicache_kernels.validation import finite, one_of, seconds, whole
+
+from ..storage_address import storage_address
 
 EVICTIONS = ("lru", "lfu", "slru")
 """What leaves the host first: the block used longest ago, or least often, or used once before all used again."""
@@ -18,13 +19,6 @@ PASSED_ON = ("self_describing_kv_events", "spec_module_path", "spec_name")
 
 MODULE = "hicache_controller.integrations.vllm"
 CONNECTOR = "HiCacheConnector"
-
-
-class StorageAddress(NamedTuple):
-    """A storage backend's name, and the options that its address stands for."""
-
-    backend: str
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -123,27 +117,6 @@ class VllmSettings:
         if not blocks:
             raise ValueError(f"l2_gb is {self.l2_gb}; one block of this model has {block_bytes / 1e9:.6f} GB")
         return blocks
-
-
-def storage_address(storage: str) -> StorageAddress:
-    """Return backend and options of ``file:///directory``, ``mooncake://host:port`` or a backend's name.
-
-    Raises
-    ------
-    ValueError
-        Where the address lacks a part, or has one that is not known.
-    """
-    if "://" not in storage:
-        return StorageAddress(storage, {})
-    parts = urlsplit(storage)
-    accepted = "accepted are file:///directory, mooncake://host:port and the name of a storage backend"
-    if parts.query or parts.fragment:
-        raise ValueError(f"storage is {storage!r}; options are given in storage_options, not in the address")
-    if parts.scheme == "file" and not parts.netloc and len(parts.path) > 1:
-        return StorageAddress("file", {"directory": parts.path})
-    if parts.scheme == "mooncake" and parts.netloc and parts.path in ("", "/"):
-        return StorageAddress("mooncake", {"master": parts.netloc})
-    raise ValueError(f"storage is {storage!r}; {accepted}")
 
 
 def kv_transfer_config(settings: VllmSettings) -> dict[str, Any]:
