@@ -24,6 +24,16 @@ class Compute(StrEnum):
     """Nothing that a transfer could disturb."""
 
 
+def checked_compute(compute: Compute | str | None) -> Compute | None:
+    """Return what a model computes as a :class:`Compute`; ValueError if that is neither one nor None."""
+    if compute is None or isinstance(compute, Compute):
+        return compute
+    try:
+        return Compute(compute)
+    except ValueError:
+        raise ValueError(f"compute is {compute!r}; it must be one of {', '.join(Compute)}, or None") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLoss:
     """What a model loses while bytes move: a share of its time, from 0 to 1, on top of what a plain copy takes from it.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from .constants import H200, Compute, DeviceConstants, DirectionConstants
+from .constants import H200, Compute, DeviceConstants, DirectionConstants, checked_compute
 from .direct_cost import direct_load_rate, direct_plan
 from .staged_cost import (
     MIN_AHEAD_BYTES,
@@ -82,7 +82,7 @@ def plan_write_back(
     ValueError
         For an unknown policy or computation, or a negative quota.
     """
-    quota, found = _checked_quota(block_quota), _checked_compute(compute)
+    quota, found = _checked_quota(block_quota), checked_compute(compute)
     way = constants.write_back
     weighed = Compute.IDLE if found is None else found
     direct = direct_plan(work, way, constants.launch_seconds, way.direct_rate, quota, weighed)
@@ -114,7 +114,7 @@ def plan_load(
     The plan is for the whole load: an engine that loads layer by layer takes one path for all layers. Parameters and
     errors are those of :func:`plan_write_back`.
     """
-    quota, found = _checked_quota(block_quota), _checked_compute(compute)
+    quota, found = _checked_quota(block_quota), checked_compute(compute)
     launches = work.layers if layer_by_layer else 1
     way = constants.load
     rate = functools.partial(direct_load_rate, work, way) if constants.has_sms else way.direct_rate
@@ -155,15 +155,6 @@ def _small(
 
 def _checked_quota(block_quota: int | None) -> int | None:
     return None if block_quota is None else whole("block_quota", block_quota, least=0, most=MAX_BLOCKS)
-
-
-def _checked_compute(compute: Compute | str | None) -> Compute | None:
-    if compute is None or isinstance(compute, Compute):
-        return compute
-    try:
-        return Compute(compute)
-    except ValueError:
-        raise ValueError(f"compute is {compute!r}; it must be one of {', '.join(Compute)}, or None") from None
 
 
 def _choose(
