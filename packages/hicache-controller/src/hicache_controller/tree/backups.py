@@ -11,7 +11,7 @@ from ..storage.base import ANCHOR
 from .components import trailing, window_rank
 from .events import Change, Tier
 from .keys import KEY_BYTES, key_list
-from .node import Operation, TreeNode, WindowPart, joined
+from .node import Held, Operation, TreeNode, WindowPart, joined
 from .pools import Pools
 from .presence import Run, StoragePresence
 from .radix_tree import RadixTree
@@ -112,16 +112,21 @@ class Backups:
         self._pools.controller.cancel_backup(operation.id)
         self._finish(operation, 0, Counter(), refused=False)
 
-    def first_holding(self, pool: str) -> Operation | None:
-        """Return the backup that alone keeps the part of a windowed pool that would leave the host first."""
+    def give_up_window(self, pool: str) -> bool:
+        """Give up the backup that alone keeps the part of a windowed pool that would leave the host first.
+
+        Returns whether there is one.
+        """
         held = (
             (*window_rank(part), operation.id)
             for operation in self.running.values()
             for part in operation.host_pin.parts
-            if part.name == pool and len(part.host_pins) == 1
+            if part.name == pool and part.pin_count(device=False) == 1
         )
         first = min(held, default=None)
-        return None if first is None else self.running[int(first[-1])]
+        if first is not None:
+            self.give_up(self.running[int(first[-1])])
+        return first is not None
 
     def finish(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; returns whether there were any."""
@@ -184,7 +189,7 @@ class Backups:
         if complete and windows is None and came:
             self.store(tail)
 
-    def _mark(self, holders: Sequence[TreeNode | WindowPart], stored: Counter[str] | None) -> None:
+    def _mark(self, holders: Sequence[Held], stored: Counter[str] | None) -> None:
         """Mark and report what storage has of nodes or window parts, heads first: all, or so many pages by pool."""
         for held in holders:
             node, pool = self._pools.events.place(held)
@@ -280,7 +285,7 @@ class Backups:
             if self._pools.controller.has_storage and self._is_to_store(node):
                 self._store_later(node)
 
-    def lacks(self, held: TreeNode | WindowPart) -> bool:
+    def lacks(self, held: Held) -> bool:
         """Return whether storage is known to have removed any of what a node or a window part has on the host.
 
         Ranks have removals of their own, so that nothing is known among several.
@@ -346,6 +351,6 @@ class Backups:
             self._pools.events.run(Change.REMOVED, Tier.STORAGE, pool, run)
 
 
-def _is_unstored(held: TreeNode | WindowPart) -> bool:
+def _is_unstored(held: Held) -> bool:
     """Return whether something is settled on the host and not in storage."""
     return held.host is not None and held.write is None and not held.stored

@@ -482,9 +482,6 @@ class UnifiedRadixCache:
             for operation in list(self._backups.running.values()):
                 self._backups.give_up(operation)
         self.controller.quiesce(None if timeout is None else bound.left())
-        if self.listener is not None:
-            for node in reversed(list(self._tree.nodes())):
-                self._pools.events.all_removed(node)
         self._pools.free_all()
         self.controller.reset()
         for part in (self._retraction, self._tree, self._transfers, self._backups):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,12 +81,8 @@ class WindowPool:
         self.window_pages = component.window_pages
         self.entry = entry
         self.converter = SlotPages(int(entry.host_pool.page_size))
-        self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            1, window_rank, lambda part: part.device is not None and not part.device_pins
-        )
-        self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            2, window_rank, lambda part: part.host is not None and not part.host_pins
-        )
+        self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(1, window_rank, partial(_may_leave, device=True))
+        self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(2, window_rank, partial(_may_leave, device=False))
 
     def offer(self, part: WindowPart) -> None:
         """Queue the sides of a part that may be evicted."""
@@ -101,6 +98,10 @@ class WindowPool:
     def free_host_pages(self) -> int:
         """Return the number of free host pages."""
         return int(self.entry.host_pool.available_size()) // self.converter.page_size
+
+
+def _may_leave(part: WindowPart, *, device: bool) -> bool:
+    return part.part(device=device) is not None and not (part.pins and part.pin_count(device=device))
 
 
 def window_rank(part: WindowPart) -> tuple[float, ...]:

@@ -140,19 +140,13 @@ class Pin:
     def hold(self, part: WindowPart) -> None:
         """Keep its side of a part."""
         self.parts.append(part)
-        if self.device:
-            part.device_pins = (*part.device_pins, self)
-        else:
-            part.host_pins = (*part.host_pins, self)
+        part.pins = (*part.pins, self)
 
     def release(self) -> list[WindowPart]:
         """Release all parts, and return them."""
         parts, self.parts = self.parts, []
         for part in parts:
-            if self.device:
-                part.device_pins = tuple(pin for pin in part.device_pins if pin is not self)
-            else:
-                part.host_pins = tuple(pin for pin in part.host_pins if pin is not self)
+            part.pins = tuple(pin for pin in part.pins if pin is not self)
         return parts
 
 
@@ -213,16 +207,15 @@ class WindowPart(Tiered):
         The pool.
     device, host
         Page numbers in that pool, or None; each side covers the last pages of the node, as many as it has numbers.
-    device_pins, host_pins
-        What keeps a side from being evicted.
+    pins
+        What keeps its sides from being evicted.
     """
 
     node: TreeNode
     name: str
     device: PackedPages | None = None
     host: PackedPages | None = None
-    device_pins: tuple[Pin, ...] = ()
-    host_pins: tuple[Pin, ...] = ()
+    pins: tuple[Pin, ...] = ()
     write: Operation | None = None
     load: Operation | None = None
     last_access: int = 0
@@ -245,6 +238,10 @@ class WindowPart(Tiered):
     def on_host(self) -> int:
         """Last pages of the node that are there on the host."""
         return packed_count(self.host)
+
+    def pin_count(self, *, device: bool) -> int:
+        """Return how many pins keep its pages on the device, or on the host."""
+        return [pin.device for pin in self.pins].count(device)
 
 
 class Needed(NamedTuple):
@@ -331,7 +328,7 @@ class TreeNode(Tiered):
             yield node
             node = node.parent
 
-    def holders(self) -> tuple[TreeNode | WindowPart, ...]:
+    def holders(self) -> tuple[Held, ...]:
         """Return what has pages of the node: its parts in windowed pools, and the node itself for the anchor."""
         return *self.windows, self
 
@@ -390,3 +387,7 @@ class TreeNode(Tiered):
             if part.name == name:
                 return part
         return None
+
+
+Held = TreeNode | WindowPart
+"""What has pages of a node in some pool: the node itself in the anchor, or its part in a windowed pool."""

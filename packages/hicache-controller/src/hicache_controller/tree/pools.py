@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hicache_pools.group import PoolEntry
@@ -15,7 +16,7 @@ from ..pool_transfers import SidecarPoolSpec
 from .allocator import PageAllocator
 from .components import SlotPages
 from .events import Change, Events
-from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
+from .node import NO_PAGES, Held, Pages, TreeNode, WindowPart, joined
 from .radix_tree import RadixTree
 from .reclaim import Reclaim
 
@@ -122,33 +123,40 @@ class Pools:
 
     # Nodes
 
-    def drop(self, node: TreeNode, *, device: bool) -> int:
-        """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
+    def drop(self, held: Held, *, device: bool) -> int:
+        """Take a node, or its part in a windowed pool, off a tier; returns the pages that are free now.
+
+        A node that is in no other tier leaves the tree.
+        """
         freed = 0
-        if node.part(device=device) is not None:
-            if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
-                self.controller.storage.skipped(node.pages)
-            freed = self._take_off(node, device=device)
-            self._tree.clear_part(node, device=device)
-        if not node.present:
-            self.remove(node)
+        if held.part(device=device) is not None:
+            if not device and held.waits_for_storage and not held.stored and self.controller.has_storage:
+                self.controller.storage.skipped(held.count(device=False))
+            pool = self.events.place(held)[1]
+            freed = self.free(joined([held], device=device), device=device, pool=pool)
+            self._report_removed(held, device=device)
+            self._tree.clear_part(held, device=device)
+        if isinstance(held, TreeNode) and not held.present:
+            self.remove(held)
         return freed
 
     def remove(self, node: TreeNode) -> None:
         """Take a node out of the tree, with its windows."""
         for part in node.windows:
             for device in (True, False):
-                self.calls.call(self.drop_window, part, device=device)
+                self.calls.call(self.drop, part, device=device)
                 if part.part(device=device) is not None:  # the engine did not take its pages back
                     self._report_removed(part, device=device)
-                    self._tree.clear_window(part, device=device)
+                    self._tree.clear_part(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
     def free_all(self) -> None:
-        """Free the device pages of every node; host pages are freed by the reset of the controller."""
-        for node in list(self._tree.nodes()):
+        """Report that every node leaves, and free its device pages; the controller's reset frees host pages."""
+        for node in reversed(list(self._tree.nodes())):
             for held in node.holders():
+                for device in (True, False):
+                    self._report_removed(held, device=device)
                 # What a load is still to fill is freed by the controller.
                 if held.device is not None and held.load is None:
                     pages, (_, pool) = joined([held], device=True), self.events.place(held)
@@ -156,24 +164,11 @@ class Pools:
                 # Queues and old matches may still hold it; it has nothing any more.
                 held.device = held.host = None
 
-    def _take_off(self, held: TreeNode | WindowPart, *, device: bool) -> int:
-        freed = self.free(joined([held], device=device), device=device, pool=self.events.place(held)[1])
-        self._report_removed(held, device=device)
-        return freed
-
-    def _report_removed(self, held: TreeNode | WindowPart, *, device: bool) -> None:
-        if held.transfer(device=device) is None:
+    def _report_removed(self, held: Held, *, device: bool) -> None:
+        if held.part(device=device) is not None and held.transfer(device=device) is None:
             self.events.held(Change.REMOVED, held, device=device)
 
     # Windows
-
-    def drop_window(self, part: WindowPart, *, device: bool) -> int:
-        """Take one side of a part off its tier; returns its pages."""
-        pages = part.count(device=device)
-        if pages:
-            self._take_off(part, device=device)
-            self._tree.clear_window(part, device=device)
-        return pages
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
@@ -202,7 +197,8 @@ class Pools:
             if fresh < take:
                 self.calls.call(self.free, mine[fresh:], device=device, pool=name)
             if fresh:
-                self._tree.extend_window(part, mine[:fresh], device=device)
+                # Those that it has keep their places and their pins.
+                self._tree.set_part(part, np.concatenate((mine[:fresh], joined([part], device=device))), device=device)
                 self.events.held(Change.STORED, part, device=device, skip=before)
             self._tree.remove_empty(part)
             parts.append(part)

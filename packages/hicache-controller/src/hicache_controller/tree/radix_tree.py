@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from hicache_kernels.validation import whole
 
 from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
 from .keys import KEY_BYTES, common_pages, own_tokens
-from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, joined, pack
-from .order import EvictionOrder, namespace_queues
+from .node import Held, Needed, Pages, Pin, TreeNode, WindowPart, cut, pack
+from .order import EvictionOrder, tier_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
 from .queue import NamespaceUsage
 from .results import Match, Request
@@ -98,7 +96,7 @@ class RadixTree:
             return
         self._limited.add(usage)
         if usage.queues is None:
-            usage.queues = namespace_queues()
+            usage.queues = tier_queues(of_namespace=True)
             for node in self.nodes():
                 self.order.offer(node, device=True)
                 self.order.offer(node, device=False)
@@ -258,27 +256,30 @@ class RadixTree:
         upper.stored = part.stored
         if part.device is not None and part.on_device > tail_pages:
             upper.device, part.device = cut(part.device, part.on_device - tail_pages)
-            for pin in part.device_pins:
-                pin.hold(upper)
         if part.host is not None and part.on_host > tail_pages:
             upper.host, part.host = cut(part.host, part.on_host - tail_pages)
-            for pin in part.host_pins:
+        for pin in part.pins:
+            if upper.part(device=pin.device) is not None:
                 pin.hold(upper)
         head.windows = (*head.windows, upper)
         self.order.offer_windows([upper])
 
     # Parts of nodes
 
-    def set_part(self, node: TreeNode, pages: Pages, *, device: bool) -> None:
-        """Give a node its pages in a tier."""
-        node.set_part(pack(pages), device=device)
-        self._count_part(node, 1, device=device)
-        self.order.offer(node, device=device)
+    def set_part(self, held: Held, pages: Pages, *, device: bool) -> None:
+        """Give a node, or its part in a windowed pool, its pages in a tier; the caller queues the latter."""
+        held.set_part(pack(pages), device=device)
+        if isinstance(held, TreeNode):
+            self._count_part(held, 1, device=device)
+            self.order.offer(held, device=device)
 
-    def clear_part(self, node: TreeNode, *, device: bool) -> None:
-        """Forget a node's pages in a tier; the caller frees them."""
-        node.set_part(None, device=device)
-        self._count_part(node, -1, device=device)
+    def clear_part(self, held: Held, *, device: bool) -> None:
+        """Forget the pages in a tier of a node, or of its part in a windowed pool; the caller frees them."""
+        held.set_part(None, device=device)
+        if isinstance(held, TreeNode):
+            self._count_part(held, -1, device=device)
+        else:
+            self.remove_empty(held)
 
     def _count_part(self, node: TreeNode, change: int, *, device: bool) -> None:
         """Count a part that a node got or lost, which may leave its parent a leaf."""
@@ -292,16 +293,6 @@ class RadixTree:
             node.owner.host_pages += change * node.pages
             parent.host_children += change
         self.order.offer(parent, device=device)
-
-    @staticmethod
-    def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
-        """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        part.set_part(pack(np.concatenate((pages, joined([part], device=device)))), device=device)
-
-    def clear_window(self, part: WindowPart, *, device: bool) -> None:
-        """Forget a part's pages in a tier; the caller frees them."""
-        part.set_part(None, device=device)
-        self.remove_empty(part)
 
     @staticmethod
     def remove_empty(part: WindowPart) -> None:
@@ -325,13 +316,6 @@ class RadixTree:
         else:
             node.host_lock -= 1
         self.order.offer(node, device=device)
-
-    def pin_windows(self, node: TreeNode) -> tuple[Pin, Pin]:
-        """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
-        device, host = Pin(device=True), Pin(device=False)
-        for part, needed in self.all_needed(node):
-            (device if part.on_device >= needed else host).hold(part)
-        return device, host
 
     def unpin(self, *pins: Pin) -> None:
         """Release pins; with both sides released at once, both queues of most parts share one entry."""
@@ -373,9 +357,12 @@ class RadixTree:
         above = node
         while above.device is None and above.parent is not None:
             above = above.parent
-        pins, hosted = self.pin_windows(node), node.depth - above.depth
+        # Each part of a windowed pool is pinned on the device if all that is needed of it is there.
+        on_device, on_host, hosted = Pin(device=True), Pin(device=False), node.depth - above.depth
+        for part, needed in self.all_needed(node):
+            (on_device if part.on_device >= needed else on_host).hold(part)
         of_request = request.keys, request.owner, request.priority, request.tokens
-        match = Match(*of_request, above.depth, hosted, above, node, *pins)
+        match = Match(*of_request, above.depth, hosted, above, node, on_device, on_host)
         self.lock(above, device=True)
         if hosted:
             self.lock(node, device=False)

@@ -152,9 +152,9 @@ class Requests:
         for name, mine in parts.items():
             for part in mine:
                 # What the device has of it is too short, and comes again with the rest.
-                if part.device is not None and part.device_pins:
+                if part.device is not None and part.pin_count(device=True):
                     return False
-                self._pools.drop_window(part, device=True)
+                self._pools.drop(part, device=True)
             if not self._evictor.make_window_room(name, sum(part.on_host for part in mine)):
                 return False
         return True

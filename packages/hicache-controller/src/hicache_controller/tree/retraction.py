@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .evictor import Evictor
-from .node import NO_PAGES, Pages, PagesByPool, Pin, TreeNode
+from .node import NO_PAGES, Operation, Pages, PagesByPool, Pin, TreeNode
 from .pools import Pools
 from .radix_tree import RadixTree
 from .requests import Requests
@@ -142,7 +142,7 @@ class Retraction:
     def _move(self, pages: PagesByPool, *, device: bool) -> PagesByPool | None:
         if not any(len(mine) for mine in pages.values()):
             return {self._pools.anchor: NO_PAGES}
-        operation = self._transfers.new(device=device)
+        operation = Operation(self._tree.new_id(), device)
         target = self._transfers.queue(operation, pages)
         if target is None and not device and self._evictor.evict_host(len(pages[self._pools.anchor])):
             target = self._transfers.queue(operation, pages)
