@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import platform
 import re
 import shutil
 import sys
@@ -248,6 +249,23 @@ def platform_wheel(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def cross_wheel(session: nox.Session) -> None:
+    """Build the wheel for aarch64 on another processor, and read what its modules need and bring."""
+    check_cross_wheel(session, build_platform_wheel(session, ROOT, Path(session.create_tmp()) / "dist", "aarch64"))
+
+
+def check_cross_wheel(session: nox.Session, built: Path) -> None:
+    """Run those tests of a platform wheel that only read it."""
+    session.install("pyelftools", *TEST_TOOLS)
+    unpacked = Path(session.create_tmp()) / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    with zipfile.ZipFile(built) as wheel:
+        wheel.extractall(unpacked)
+    test = ROOT / "tests" / "kernels" / "test_platform_wheel.py"
+    session.run("pytest", "-q", str(test), env={"HICACHE_WHEEL_MODULES": str(unpacked / "hicache_kernels" / "modules")})
+
+
+@nox.session(default=False)
 def release(session: nox.Session) -> None:
     """Build and check all that a tag of one package publishes: `nox -s release -- hicache-kernels-v0.1.0`."""
     if len(session.posargs) != 1 or not (found := re.fullmatch(r"(hicache-\w+)-v([\w.]+)", session.posargs[0])):
@@ -269,6 +287,8 @@ def release(session: nox.Session) -> None:
         python = fresh_environment(session, "released", str(built), "pyelftools", *TEST_TOOLS)
         test = str(source / "tests/kernels/test_platform_wheel.py")
         session.run(str(python), "-m", "pytest", "-q", "--rootdir", str(source), test, external=True)
+        if platform.machine() != "aarch64":
+            check_cross_wheel(session, build_platform_wheel(session, source, out, "aarch64"))
     session.install("twine>=6")
     files = sorted(path for path in out.iterdir() if path.suffix in (".whl", ".gz"))
     session.run("twine", "check", "--strict", *map(str, files))
@@ -312,7 +332,7 @@ def oldest_accepted(session: nox.Session, package: str, lower: str) -> Path:
     return newest(source / "dist", lower, ".whl")
 
 
-def build_platform_wheel(session: nox.Session, source: Path, out: Path) -> Path:
+def build_platform_wheel(session: nox.Session, source: Path, out: Path, machine: str = platform.machine()) -> Path:
     """Build modules and the platform wheel of hicache-kernels from a source tree; return the wheel's path."""
     package = source / "packages" / "hicache-kernels"
     session.install("--refresh-package=hicache-kernels", str(package), *MODULE_TOOLS)
@@ -320,13 +340,28 @@ def build_platform_wheel(session: nox.Session, source: Path, out: Path) -> Path:
         "python", "-c", "import nvidia, pathlib; print(pathlib.Path(list(nvidia.__path__)[0], 'cu13'))", silent=True
     )
     modules = Path(session.create_tmp()) / "modules"
-    session.run(
-        "python", str(package / "wheel" / "build_modules.py"), str(modules), env={"CUDA_HOME": str(home).strip()}
-    )
+    shutil.rmtree(modules, ignore_errors=True)
+    arguments = [str(package / "wheel" / "build_modules.py"), str(modules), f"--machine={machine}"]
+    if machine != platform.machine():
+        arguments.append(f"--libraries={libraries_of(session, machine)}")
+    session.run("python", *arguments, env={"CUDA_HOME": str(home).strip()})
     (directory,) = modules.iterdir()
     session.run("uv", "build", "--quiet", "--wheel", "--package", "hicache-kernels", "--out-dir", str(out), str(source),
                 env={MODULES_VARIABLE: str(directory.resolve())}, external=True)  # fmt: skip
     return max(out.glob(f"hicache_kernels-*-{directory.name}.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def libraries_of(session: nox.Session, machine: str) -> Path:
+    """Unpack the wheels of another machine that its modules are linked with, in the versions installed here."""
+    folder = Path(session.create_tmp()) / f"libraries-{machine}"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.install("pip")
+    frozen = str(session.run("python", "-m", "pip", "freeze", silent=True)).split()
+    wanted = [pin for pin in frozen if pin.startswith(("apache-tvm-ffi==", "nvidia-cuda-runtime=="))]
+    platforms = [f"--platform=manylinux{tag}_{machine}" for tag in ("2014", "_2_17", "_2_24", "_2_28")]
+    session.run("python", "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", *platforms,
+                f"--target={folder}", *wanted)  # fmt: skip
+    return folder
 
 
 def fresh_environment(session: nox.Session, name: str, *packages: str) -> Path:

@@ -1,7 +1,7 @@
 """Times a pinned host pool against ``torch.empty(pin_memory=True)``; writes JSON.
 
 Each measurement is a process of its own, and the ways take turns: the first to touch memory that the machine has not
-handed out before may wait for a hypervisor, which is nobody's merit.
+handed out before may wait for a hypervisor, which no code here can change.
 
     python benchmarks/pinning.py --gib 64 --rounds 2 --output pinning.json
 """

@@ -1,6 +1,6 @@
 """Times `hicache replay TRACE --no-data`, one page a block, as a whole process: seconds, memory, hits. Writes JSON.
 
-Processor seconds stand beside the seconds that passed, and the load beside both: other programs on the machine show.
+Processor seconds are given next to the seconds that passed, and so is the load: other programs on the machine show.
 
 python benchmarks/replay_bookkeeping.py TRACE --output benchmarks/results/replay_bookkeeping.json
 """

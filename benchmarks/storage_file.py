@@ -138,7 +138,7 @@ def dd(arguments: list[str]) -> Time:
 
 
 class Files:
-    """A dd file and a storage beside it, with keys of pages of 1 MB."""
+    """A dd file and a storage next to it, with keys of pages of 1 MB."""
 
     def __init__(
         self,

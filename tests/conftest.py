@@ -11,6 +11,8 @@ import torch
 # A shell's background jobs and nohup ignore the interrupt, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Several workers give theirs the width of a terminal, and the command lines would keep it for good.
+os.environ.pop("COLUMNS", None)
 
 
 def needs(condition: bool, reason: str) -> None:

@@ -240,6 +240,25 @@ def submission(file: Path) -> str:
     return f"Measured on: {machine}. Medians of {found['rounds']}:\n\n{table(head, rows)}"
 
 
+def planning(file: Path) -> str:
+    """Time that planning an operation takes, by what the pool has planned before."""
+    found: Figures = _read(file)
+    rows = [
+        (
+            each["rows"],
+            each["direction"].replace("_", "-"),
+            each["pages"],
+            each["path"],
+            each["new_us"],
+            each["known_us"],
+        )
+        for each in found["rows"]
+    ]
+    head = ("rows, layers, planes", "operation", "pages of 16 slots", "path", "a new shape, us", "a known one, us")
+    machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    return f"Measured on: {machine}.\n\n{table(head, rows)}"
+
+
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "kernels_targets": kernels_targets,
     "kernels_quota": kernels_quota,
@@ -252,5 +271,6 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "storage": storage,
     "engine": engine,
     "submission": submission,
+    "planning": planning,
 }
 """Tables by name."""

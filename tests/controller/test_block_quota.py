@@ -1,26 +1,29 @@
-"""The quota of CTAs, from a controller to the calls of its pools."""
+"""The quota of CTAs and what the model computes, from a controller to the calls of its pools."""
+
+import re
 
 import pytest
+import torch
 from tests.conftest import needs
 
 from hicache_controller.controller import HiCacheController
 from hicache_controller.devices import CpuDevice
 from hicache_controller.hybrid import HybridCacheController
 from hicache_controller.transfer_handle import L2Transfer
-from hicache_kernels import TransferResult
+from hicache_kernels import Compute, TransferResult
 
 
 class Recorder:
-    """Records the quota each call of a host pool gets; "none" where it gets no keyword."""
+    """Records what each call of a host pool gets for a keyword; "none" where it does not get it."""
 
-    def __init__(self, monkeypatch, pool):
-        self.seen = []
+    def __init__(self, monkeypatch, pool, keyword="block_quota"):
+        self.seen, self.keyword = [], keyword
         for name in ("backup_from_device_all_layer", "load_to_device_per_layer"):
             monkeypatch.setattr(pool, name, self._spying(getattr(pool, name)))
 
     def _spying(self, inner):
         def call(*args, **options):
-            self.seen.append(options.get("block_quota", "none"))
+            self.seen.append(options.get(self.keyword, "none"))
             return inner(*args, **options)
 
         return call
@@ -106,3 +109,31 @@ def test_a_wrong_quota_raises_and_changes_nothing(make_stack, name, quota):
     with pytest.raises((TypeError, ValueError), match=f"{name} is {quota!r}"):
         setattr(stack.controller, name, quota)
     assert getattr(stack.controller, name) == 4
+
+
+def test_what_the_model_computes_reaches_the_pools_of_both_directions_while_it_is_set(make_stack, monkeypatch):
+    stack = make_stack()
+    calls = Recorder(monkeypatch, stack.host_pool, "compute")
+    assert stack.controller.compute is None
+    host, rows = stack.written(2)
+    assert calls.take() == {"none"}
+    for compute in ("prefill", Compute.DECODE, "idle"):
+        stack.controller.compute = compute
+        other, written = stack.written(2)
+        assert stack.same(stack.loaded(other), written)
+        assert calls.take() == {Compute(compute)}
+    stack.controller.compute = None
+    assert stack.same(stack.loaded(host), rows)
+    assert calls.take() == {"none"}
+
+
+@pytest.mark.parametrize("compute", ["training", 1, True, b"decode"])
+def test_a_computation_that_is_not_known_raises_and_changes_nothing(make_stack, compute):
+    stack = make_stack()
+    stack.controller.compute = "decode"
+    with pytest.raises(ValueError, match=re.escape(f"compute is {compute!r}; it must be one of prefill, decode, idle")):
+        stack.controller.compute = compute
+    assert stack.controller.compute == "decode"
+    slots = torch.arange(2)
+    with pytest.raises(ValueError, match="compute is "):
+        L2Transfer("kv", stack.host_pool, stack.device_pool, slots, slots, (0, 1, 2), compute=compute)

@@ -27,7 +27,7 @@ from hicache_kernels.bench import (
 )
 from hicache_kernels.bench import report as bench_report
 from hicache_kernels.bench.builds import cold_build_seconds
-from hicache_kernels.bench.cases import SHAPES, Shape
+from hicache_kernels.bench.cases import SHAPES, Shape, small_cases
 from hicache_kernels.bench.interference import Duplex
 from hicache_kernels.bench.pool import host_pages
 from hicache_kernels.bench.report import CaseResult
@@ -232,6 +232,35 @@ def test_each_target_holds_and_fails_where_it_should(report: Report, what: str, 
     assert targets_of(report, result(case, **bad))[what] is False
     assert targets_of(report, result(case), result(case, **bad))[what] is False
     assert targets_of(report)[what] is None
+
+
+@pytest.mark.parametrize(
+    ("what", "direction", "bad"),
+    [
+        ("write-back of one page of 16 slots: caller busy, us", "write_back", {"submit_seconds": 41e-6}),
+        ("write-back of one page of 16 slots: from the call, us", "write_back", {"idle_seconds": 81e-6}),
+        ("load-back of one page of 16 slots: caller busy, us", "load", {"submit_seconds": 61e-6}),
+        ("load-back of one page of 16 slots: from the call, us", "load", {"idle_seconds": 131e-6}),
+    ],
+)
+def test_targets_of_small_operations(report: Report, what: str, direction: str, bad: dict) -> None:
+    cases = {case.direction.value: case for case in small_cases(SHAPES[:1])}
+    good = {"submit_seconds": 39e-6, "idle_seconds": 79e-6}
+    fine = [result(case, **good) for case in cases.values()]
+    assert targets_of(report, small=fine)[what] is True
+    assert targets_of(report, small=[*fine, result(cases[direction], **{**good, **bad})])[what] is False
+    assert targets_of(report)[what] is None
+
+
+def test_small_operations_move_one_page_of_the_shapes_of_the_grid_that_fit() -> None:
+    cases = list(grid(SHAPES[2:3], (1,), (HostLayout.PAGE_FIRST_DIRECT,), ("auto",)))
+    report = run_benchmark(cases, device="cpu", size=1 << 20, repeats=1)
+    assert [result.case for result in report.small] == list(small_cases(SHAPES[2:3]))
+    for found in report.small:
+        assert found.measurement.bytes == found.case.page_bytes == 16 * SHAPES[2].slot_bytes
+        assert found.measurement.idle_seconds > 0
+    assert Report.from_json(report.to_json()) == report
+    assert run_benchmark(cases, device="cpu", size=1 << 18, repeats=1).small == []
 
 
 def test_targets_of_graphs_and_both_directions(report: Report) -> None:

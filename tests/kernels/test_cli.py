@@ -1,5 +1,6 @@
 """The command line: builds what was asked for, shows what is there, and says in one line what is wrong."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 from tests.processes import faults_of_import_orders, run_within_a_gib
 from typer.testing import CliRunner
 
-from hicache_kernels import info
+from hicache_kernels import calibrate, cli, info
 from hicache_kernels.aot import group_archs
 from hicache_kernels.build import read_record
 from hicache_kernels.cli import app
+from hicache_kernels.constants import H200, ModelLoss
 from hicache_kernels.info import kernels_info
 from hicache_kernels.probe import wheel_library
 from hicache_kernels.spec import module_specs
@@ -182,3 +184,34 @@ def test_missing_matplotlib_is_named_with_its_extra_before_anything_is_measured(
 
 def test_public_names_do_not_depend_on_what_was_imported_before() -> None:
     assert faults_of_import_orders("hicache_kernels") == ""
+
+
+def test_calibrate_shows_what_was_measured(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = ModelLoss(0.123, 0.045)
+    load = dataclasses.replace(H200.load, staged_loss=loss)
+    measured = dataclasses.replace(H200, source="measured on Some GPU", load=load, losses_measured=True)
+    asked = []
+    monkeypatch.setattr(cli, "find_device", lambda name: name or "cuda")
+    monkeypatch.setattr(calibrate, "calibrate", lambda device: asked.append(device) or measured)
+    result = runner.invoke(app, ["calibrate"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    assert asked == ["cuda"]
+    for words in ("measured on Some GPU", "measured on this device", "load, staged", "12.3%", "4.5%"):
+        assert words in result.output
+
+
+def test_calibrate_ends_in_one_line_where_it_cannot_or_fails(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: str) -> None:
+        raise RuntimeError(f"others use {device}\nand more")
+
+    result = runner.invoke(app, ["calibrate", "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "device is cpu; it must be a GPU" in result.output
+    assert runner.invoke(app, ["calibrate", "--device", "tpu"]).exit_code == 2
+    monkeypatch.setattr(cli, "find_device", lambda name: name or "cuda")
+    monkeypatch.setattr(calibrate, "calibrate", fail)
+    result = runner.invoke(app, ["calibrate", "--device", "cuda"], env={"COLUMNS": "120"})
+    assert result.exit_code == 1
+    assert result.output.strip() == "hicache-kernels: calibrating cuda failed: others use cuda"

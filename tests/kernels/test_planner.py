@@ -1,28 +1,32 @@
 """The planner, on invented constants: paths, reasons, quotas, demands."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_kernels import HostLayout
-from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, DeviceConstants, DirectionConstants
+from hicache_kernels import HostLayout, planner
+from hicache_kernels.constants import CPU, DIRECT_CEILING, H200, Compute, DeviceConstants, DirectionConstants
+from hicache_kernels.direct_cost import ROW_KERNEL_LOSS, ROWS_PER_CTA_SECOND, shares_one_event
 from hicache_kernels.planner import (
-    ROW_KERNEL_LOSS,
-    ROWS_PER_CTA_SECOND,
     STAGED_PREFERENCE,
-    SUBMIT_MARGIN,
     Availability,
     PathUnavailableError,
-    Plan,
-    Work,
-    layer_groups,
-    moved_before,
     plan_load,
     plan_write_back,
+)
+from hicache_kernels.staged_cost import (
+    MIN_AHEAD_BYTES,
+    SUBMIT_MARGIN,
+    copy_sizes,
+    layer_groups,
+    least_staged_load_cost,
+    moved_before,
     staged_load_plan,
 )
+from hicache_kernels.work import Plan, Work
 
 LAYOUTS = list(HostLayout)
 PLANNERS = [plan_write_back, plan_load]
@@ -93,6 +97,63 @@ def test_auto_takes_the_path_that_costs_less(planner, work: Work) -> None:
     direct = planner(work, constants=CONSTANTS, policy="direct")
     assert auto.cost == min(staged.cost, direct.cost)
     assert auto.path == ("staged" if staged.cost <= direct.cost else "direct")
+
+
+small_works = st.builds(
+    lambda layout, row_bytes, page_size, layers, planes, pages, runs: Work(
+        layout, pages, min(runs, pages), row_bytes * page_size * layers * planes, page_size, layers, planes, row_bytes
+    ),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 64).map(lambda each: 64 * each),
+    st.sampled_from([1, 16, 64]),
+    st.integers(1, 80),
+    st.integers(1, 2),
+    st.integers(1, 64),
+    st.integers(1, 64),
+).filter(lambda work: work.bytes < MIN_AHEAD_BYTES)
+
+
+@given(
+    work=small_works,
+    compute=st.sampled_from([None, "idle", "decode", "prefill"]),
+    constants=st.sampled_from([H200, CONSTANTS, CPU]),
+    layer_by_layer=st.booleans(),
+)
+def test_small_loads_are_planned_without_a_search_as_a_search_would_plan_them(
+    work: Work, compute: str | None, constants: DeviceConstants, layer_by_layer: bool
+) -> None:
+    options = {"constants": constants, "compute": compute, "layer_by_layer": layer_by_layer}
+    auto = plan_load(work, **options)
+    staged, direct = (plan_load(work, policy=policy, **options) for policy in ("staged", "direct"))
+    expected = staged if staged.cost <= direct.cost else direct
+    assert dataclasses.replace(auto, reason="") == dataclasses.replace(expected, reason="")
+    sizes = (1,) if layer_by_layer else copy_sizes(work, 128 << 20)
+    found = None if compute is None else Compute(compute)
+    assert least_staged_load_cost(work, constants, found, sizes) <= staged.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("compute", [None, "idle", "decode", "prefill"])
+def test_one_page_is_loaded_directly_without_a_search(compute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "staged_load_plan", lambda *_, **__: pytest.fail("a search"))
+    for row_bytes, layers, planes in ((128, 80, 2), (256, 80, 2), (1024, 28, 2), (1152, 61, 1), (2048, 32, 2)):
+        page_bytes = 16 * row_bytes * layers * planes
+        one = Work(HostLayout.PAGE_FIRST_DIRECT, 1, 1, page_bytes, 16, layers, planes, row_bytes)
+        found = plan_load(one, compute=compute, layer_by_layer=False)
+        assert found.path == "direct"
+        assert re.search(
+            r"1 pages of \d+ bytes in 1 runs: direct .* against staged at a cost of .* or more", found.reason
+        )
+
+
+def test_layers_of_a_load_share_an_event_only_where_it_is_over_before_as_many_could_be_queued() -> None:
+    def shared(pages: int, layers: int) -> bool:
+        some = Work(HostLayout.PAGE_FIRST, pages, pages, layers * (64 << 10), 16, layers, 2, 2048)
+        return shares_one_event(plan_load(some, policy="direct", layer_by_layer=False), layers)
+
+    for layers in (28, 32, 61, 80):
+        assert shared(1, layers)
+        assert not shared(16, layers)
+    assert not shared(1, 2)  # two events are queued before a kernel has even started
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -303,26 +364,47 @@ def test_a_load_takes_what_the_model_loses_into_account() -> None:
 def test_a_write_back_weighs_the_model_where_it_is_said_what_it_computes() -> None:
     small = Work(HostLayout.PAGE_FIRST, 16384, 16384, 32 << 10, 1, 8, 2, 2048)
     assert (plan_write_back(small).path, plan_write_back(small).block_quota) == ("direct", 2)
-    assert plan_write_back(small).model_loss == STAGED_PREFERENCE
+    unknown = plan_write_back(small)
+    assert (unknown.model_loss, unknown.handicap) == (0, STAGED_PREFERENCE)
     assert plan_write_back(small, compute="decode").block_quota == 1
 
 
-def test_the_first_layers_of_a_load_of_many_copies_go_ahead_of_them() -> None:
-    plan = plan_load(SCATTERED_PAGES, compute="decode", layer_by_layer=False)
-    assert plan.path == "staged"
-    assert 0 < plan.direct_layers <= 80 // 4
-    assert plan.layers_each >= plan.direct_layers
-    assert plan.block_quota > 0
-    assert f"for {plan.direct_layers} layers ahead" in plan.reason
-    for options in ({"block_quota": 0}, {"layer_by_layer": True}, {"available": Availability(direct=False)}):
-        alone = plan_load(
-            SCATTERED_PAGES, **{"compute": "decode", "policy": "staged", "layer_by_layer": False, **options}
-        )
-        assert (alone.direct_layers, alone.block_quota) == (0, 0)
-    assert plan_load(SCATTERED_PAGES, constants=CPU, policy="staged", layer_by_layer=False).direct_layers == 0
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("policy", ["auto", "staged", "direct"])
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_reason_says_what_the_model_loses_and_how_that_is_known(planner, policy: str, measured: bool) -> None:
+    constants = dataclasses.replace(H200, losses_measured=measured)
+    scattered = Work(HostLayout.PAGE_FIRST, 16384, 16384, 32 << 10, 1, 8, 2, 2048)
+    source = r"\(measured on this device\)$" if measured else r"\(as on an H200\)$"
+    for compute, who in (("prefill", "a prefill loses"), ("decode", "decode loses")):
+        plan = planner(scattered, constants=constants, policy=policy, compute=compute)
+        assert re.search(rf"{who} {plan.model_loss:.1%} of its time meanwhile {source}", plan.reason)
+    unknown = planner(scattered, constants=constants, policy=policy)
+    way = constants.write_back if planner is plan_write_back else constants.load
+    loss = way.loss(unknown.block_quota) if unknown.path == "direct" else way.staged_loss
+    if unknown.direct_layers == 0:
+        assert re.search(rf"decode loses {loss.decode:.1%} of its time meanwhile {source}", unknown.reason)
+    for nothing in (
+        planner(scattered, constants=constants, policy=policy, compute="idle"),
+        planner(scattered, constants=CPU, policy=policy, compute="decode"),
+        planner(scattered, constants=constants, policy="reference", compute="decode"),
+    ):
+        assert "meanwhile" not in nothing.reason
 
 
-@given(ahead=st.integers(0, 8), layers=st.integers(9, 130), most=st.sampled_from([1, 2, 4, 8, 16]))
+def test_copies_behind_layers_that_go_ahead_wait_for_the_kernel_that_moves_them() -> None:
+    """The start of a staged load, that of the kernel, and the end of the kernel are moments without bytes."""
+    pause = 10e-6
+    direct = plan_load(SCATTERED_PAGES, policy="direct", layer_by_layer=False)
+    slow = dataclasses.replace(direct, expected_seconds=direct.expected_seconds + pause)
+    slow_launches = dataclasses.replace(H200, launch_seconds=H200.launch_seconds + pause)
+    before = staged_load_plan(SCATTERED_PAGES, H200, 64 << 20, None, direct, [16])
+    after = staged_load_plan(SCATTERED_PAGES, slow_launches, 64 << 20, None, slow, [16])
+    assert before.direct_layers == after.direct_layers > 0
+    assert after.expected_seconds - before.expected_seconds == pytest.approx(3 * pause, rel=0.05)
+
+
+@given(ahead=st.integers(0, 8), layers=st.integers(17, 130), most=st.sampled_from([1, 2, 4, 8, 16]))
 def test_copies_behind_layers_that_went_ahead_are_no_larger_than_what_went_before(
     ahead: int, layers: int, most: int
 ) -> None:

@@ -1,15 +1,20 @@
 """Calibration where there is no GPU: what is kept on disk, and what happens when it cannot be."""
 
 import dataclasses
+import io
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from hicache_kernels import calibrate
-from hicache_kernels.constants import CPU, H200, DeviceConstants
+from hicache_kernels import calibrate, info
+from hicache_kernels.cli import show_planner
+from hicache_kernels.constants import CPU, H200, DeviceConstants, DirectionConstants, ModelLoss
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def test_figures_that_make_no_sense_are_no_calibration(tmp_path: Path) -> None:
 def test_a_device_is_measured_once_and_then_read(fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = dataclasses.replace(H200, source="measured", launch_seconds=7e-6)
     calls = []
-    monkeypatch.setattr(calibrate, "measure", lambda device: calls.append(device) or measured)
+    monkeypatch.setattr(calibrate, "measure", lambda device, **_: calls.append(device) or measured)
     assert calibrate.device_constants(fake_gpu) == measured
     assert calibrate.device_constants(fake_gpu) == measured
     calibrate._known.clear()
@@ -60,14 +65,14 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file where the directory should be")
-    monkeypatch.setattr(calibrate, "measure", lambda _: H200)
+    monkeypatch.setattr(calibrate, "measure", lambda _, **__: H200)
     assert calibrate.device_constants(fake_gpu) == H200
 
 
 def test_a_device_that_cannot_be_measured_gets_the_defaults_and_a_warning(
     fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: torch.device) -> None:
+    def fail(_: torch.device, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(calibrate, "measure", fail)
@@ -85,7 +90,7 @@ def test_figures_of_a_busy_device_are_measured_again_and_never_kept(
     fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = [busy(H200), busy(H200)]
-    monkeypatch.setattr(calibrate, "measure", lambda _: found.pop())
+    monkeypatch.setattr(calibrate, "measure", lambda _, **__: found.pop())
     assert calibrate.device_constants(fake_gpu) is H200
     assert not found
     assert not calibrate.cache_path(fake_gpu).exists()
@@ -106,6 +111,11 @@ def test_figures_of_a_busy_device_are_not_read_either(tmp_path: Path) -> None:
     assert calibrate.read_constants(tmp_path / "constants.json") is None
 
 
+def loss_of(ctas: int, loss: ModelLoss) -> DirectionConstants:
+    losses = tuple((each, loss if each == ctas else found) for each, found in H200.write_back.direct_losses)
+    return dataclasses.replace(H200.write_back, direct_losses=losses)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -114,12 +124,91 @@ def test_figures_of_a_busy_device_are_not_read_either(tmp_path: Path) -> None:
         ({"write_back": dataclasses.replace(H200.write_back, batch_copy_seconds=1e-3)}, "batch_copy_seconds"),
         ({"load": dataclasses.replace(H200.load, width_efficiency=((512, 0.1), (32768, 0.3)))}, "wide 2-D copies"),
         ({"load": dataclasses.replace(H200.load, direct_rates=())}, "not positive"),
+        ({"load": dataclasses.replace(H200.load, staged_loss=ModelLoss(0.0, 0.7))}, "load: staged_loss is 0 and 0.7"),
+        ({"load": dataclasses.replace(H200.load, staged_loss=ModelLoss(math.nan, 0.0))}, "load: staged_loss is nan"),
+        ({"write_back": loss_of(2, ModelLoss(-0.1, 0.1))}, "write_back: the loss next to 2 CTAs is -0.1 and 0.1"),
+        ({"write_back": loss_of(2, ModelLoss(0.1, 0.99))}, "write_back: the loss next to 2 CTAs is 0.1 and 0.99"),
+        ({"write_back": dataclasses.replace(H200.write_back, direct_losses=())}, "direct_losses are for"),
+        (
+            {"write_back": dataclasses.replace(H200.write_back, direct_losses=H200.load.direct_losses[::-1])},
+            r"direct_losses are for \[8, 4, 2, 1\] CTAs",
+        ),
     ],
 )
 def test_each_wrong_figure_is_named(change: dict[str, Any], reason: str) -> None:
     assert calibrate.wrong_figure(H200) is None
-    assert reason in str(calibrate.wrong_figure(dataclasses.replace(H200, **change)))
+    assert re.search(reason, str(calibrate.wrong_figure(dataclasses.replace(H200, **change))))
 
 
 def test_the_cpu_has_fixed_constants() -> None:
     assert calibrate.device_constants("cpu") is CPU
+
+
+def test_constants_of_the_format_before_are_no_calibration(tmp_path: Path) -> None:
+    """They lack what a model loses; the name of the file has the format in it, too."""
+    fields = dataclasses.asdict(H200)
+    del fields["load"]["staged_loss"]
+    path = tmp_path / "constants.json"
+    path.write_text(json.dumps(fields))
+    assert calibrate.read_constants(path) is None
+    assert calibrate.FORMAT == 11
+
+
+def test_the_first_transfer_of_a_process_does_not_wait_for_losses(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(calibrate, "measure", lambda _, losses: asked.append(losses) or H200)
+    calibrate.device_constants(fake_gpu)
+    assert asked == [False]
+
+
+def test_a_full_calibration_keeps_losses_for_this_and_later_processes(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = dataclasses.replace(H200, source="measured")
+    everything = dataclasses.replace(without, losses_measured=True)
+    monkeypatch.setattr(calibrate, "measure", lambda _, losses: everything if losses else without)
+    assert calibrate.device_constants(fake_gpu) == without
+    assert calibrate.calibrate(fake_gpu) == everything
+    assert calibrate.device_constants(fake_gpu) == everything
+    calibrate._known.clear()
+    assert calibrate.device_constants(fake_gpu) == everything
+
+
+def test_a_full_calibration_that_fails_raises_and_keeps_what_was_known(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = dataclasses.replace(H200, source="measured")
+    monkeypatch.setattr(calibrate, "measure", lambda _, losses: busy(H200) if losses else measured)
+    assert calibrate.device_constants(fake_gpu) == measured
+    with pytest.raises(RuntimeError, match="direct transfers reach"):
+        calibrate.calibrate(fake_gpu)
+    assert calibrate.device_constants(fake_gpu) == measured
+    assert calibrate.read_constants(calibrate.cache_path(fake_gpu)) == measured
+
+
+def test_the_cpu_is_not_calibrated() -> None:
+    with pytest.raises(ValueError, match="device is cpu; it must be a GPU"):
+        calibrate.calibrate("cpu")
+
+
+def test_info_shows_kept_losses_and_those_of_an_h200_where_none_are_kept(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "devices", lambda: ("Some GPU",))
+    (default,) = info.planner_states()
+    assert default.losses == "as on an H200"
+    assert "until the first transfer measures" in default.constants
+    assert ("load, direct, 2 CTAs", H200.load.loss(2).prefill, H200.load.loss(2).decode) in default.shares
+    load = dataclasses.replace(H200.load, staged_loss=ModelLoss(0.11, 0.22))
+    kept = dataclasses.replace(H200, source="measured", load=load, losses_measured=True)
+    calibrate.write_constants(calibrate.cache_path(fake_gpu), kept)
+    (measured,) = info.planner_states()
+    assert (measured.constants, measured.losses) == ("measured", "measured on this device")
+    assert ("load, staged", 0.11, 0.22) in measured.shares
+    console = Console(width=100, record=True, file=io.StringIO())
+    show_planner(measured, console)
+    text = console.export_text()
+    assert "measured on this device" in text
+    assert re.search(r"load, staged +│ +11.0% +│ +22.0%", text)

@@ -1,4 +1,7 @@
-"""What a platform wheel of hicache-kernels may need of a system, and what it brings; read from the installed files."""
+"""What a platform wheel of hicache-kernels may need of a system, and what it brings; read from the installed files.
+
+Or from the files of a wheel for another processor, in the directory ``HICACHE_WHEEL_MODULES``, of which nothing is run.
+"""
 
 import os
 import re
@@ -6,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hicache_kernels.build import WHEEL_MODULES, read_record
-from hicache_kernels.probe import load_outcome, wheel_library
+from hicache_kernels.build import WHEEL_MODULES, library_name, read_record
+from hicache_kernels.probe import load_outcome
 from hicache_kernels.spec import module_specs
 
 elftools = pytest.importorskip(
     "elftools.elf.elffile", reason="pyelftools is not installed; it reads the wheel's modules"
 )
 
-MODULES = sorted(WHEEL_MODULES.glob("*.so"))
+OTHER = os.environ.get("HICACHE_WHEEL_MODULES")
+WHEEL = Path(OTHER) if OTHER else WHEEL_MODULES
+MODULES = sorted(WHEEL.glob("*.so"))
+runs_modules = pytest.mark.skipif(OTHER is not None, reason="the modules are for another processor")
 SYSTEM = {
     "libtvm_ffi.so",
     "libc.so.6",
@@ -23,10 +29,11 @@ SYSTEM = {
     "libdl.so.2",
     "librt.so.1",
     "ld-linux-x86-64.so.2",
+    "ld-linux-aarch64.so.1",
 }
 
 pytestmark = pytest.mark.skipif(
-    not MODULES and not os.environ.get("HICACHE_PLATFORM_WHEEL"),
+    not MODULES and not OTHER and not os.environ.get("HICACHE_PLATFORM_WHEEL"),
     reason="hicache-kernels is not installed from a platform wheel",
 )
 
@@ -43,8 +50,12 @@ def section(library: Path, name: str) -> object:
 
 
 def test_the_wheel_has_every_module_but_those_of_rocm() -> None:
-    carried = {spec.key for spec in module_specs() if wheel_library(spec) is not None}
-    assert carried == {spec.key for spec in module_specs() if spec.device_type != "rocm"}
+    wanted = {spec: WHEEL / library_name(spec) for spec in module_specs() if spec.device_type != "rocm"}
+    assert set(wanted.values()) == set(MODULES)
+    for spec, library in wanted.items():
+        record = read_record(library)
+        assert record is not None
+        assert record.source_key == spec.source_key()
 
 
 def test_modules_need_no_glibc_newer_than_the_tag_says(library: Path) -> None:
@@ -86,6 +97,7 @@ def test_cuda_modules_have_code_for_every_architecture(library: Path) -> None:
         assert all(arch.encode() in library.read_bytes() for arch in record.archs)
 
 
+@runs_modules
 @pytest.mark.parametrize(
     "spec", [spec for spec in module_specs() if spec.device_type == "cpu"], ids=lambda spec: spec.key
 )
@@ -94,6 +106,7 @@ def test_cpu_modules_come_from_the_wheel(spec: object) -> None:
     assert (outcome.origin, outcome.reason) == ("wheel", None)
 
 
+@runs_modules
 @pytest.mark.parametrize("library", MODULES, indirect=True, ids=lambda path: path.name)
 def test_an_exception_in_a_module_reaches_python(library: Path) -> None:
     """Thrown and caught by the C++ library that is linked into the module."""
@@ -106,7 +119,7 @@ def test_an_exception_in_a_module_reaches_python(library: Path) -> None:
 
 
 def test_licences_of_what_is_linked_into_the_modules_are_there() -> None:
-    assert {path.name for path in (WHEEL_MODULES / "licenses").iterdir()} == {
+    assert {path.name for path in (WHEEL / "licenses").iterdir()} == {
         "cudart.txt",
         "libcxx.txt",
         "libstdcxx.txt",

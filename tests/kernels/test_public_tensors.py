@@ -100,6 +100,7 @@ CALLS: dict[str, list[tuple[str, Callable[[Any], object]]]] = {
 }
 WITHOUT_TENSORS = {
     "Capabilities",
+    "Compute",
     "Direction",
     "HostLayout",
     "HostStrides",

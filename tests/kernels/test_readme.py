@@ -57,7 +57,7 @@ def test_it_names_variables_policies_layouts_calls_and_commands_as_they_are(text
     names = [CACHE_VARIABLE, PREBUILT_VARIABLE, CHECK_VARIABLE, "TVM_FFI_CUDA_ARCH_LIST", "TVM_FFI_ROCM_ARCH_LIST"]
     for name in [*names, *calls, *HostLayout, *TransferPolicy]:
         assert f"`{name}`" in text or f'"{name}"' in text, name
-    for command in ("build", "info", "bench"):
+    for command in ("build", "info", "calibrate", "bench"):
         assert f"hicache-kernels {command}" in text
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
     assert f"{DEFAULT_BUDGET_BYTES >> 20} MiB" in text

@@ -85,6 +85,11 @@ CALLS: dict[str, list[tuple[str, Call]]] = {
         ("indexer", lambda bad: PAGED(kv=layers(8, 4), indexer=bad, compression_ratio=4, page_size=16)),
         ("indexer[0]", lambda bad: PAGED(kv=layers(8, 4), indexer=[bad], compression_ratio=4, page_size=16)),
     ],
+    "BlockPool": [
+        ("blocks", lambda bad: hp.BlockPool.from_buffers(blocks=bad)),
+        ("blocks[0]", lambda bad: hp.BlockPool.from_buffers(blocks=[bad])),
+        ("conv[0]", lambda bad: hp.BlockPool.from_buffers(blocks={"conv": [bad]})),
+    ],
     "DeepSeekV4StatePool": [
         ("state", lambda bad: STATE(state=bad)),
         ("values[0]", lambda bad: STATE(state={"values": [bad]})),

@@ -1,4 +1,4 @@
-"""Layers of a session hand out restored bytes or raise, whoever reads them first: a pass, a caller, or a copy."""
+"""Layers of a session hand out restored bytes or raise, whether a pass, a caller or a copy reads them first."""
 
 from __future__ import annotations
 

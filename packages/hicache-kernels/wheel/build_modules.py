@@ -1,13 +1,17 @@
 """Builds the modules that a platform wheel carries: for every supported GPU, against a glibc of 2018.
 
 Run as ``python build_modules.py OUT`` where hicache-kernels, ziglang and a CUDA 13 toolkit (``CUDA_HOME``) are
-installed. Zig compiles the modules of the CPU with its own libc++, and links those of CUDA, which nvcc and g++ have
-compiled, with a static libstdc++: either way against the symbols of glibc 2.28. Neither exports anything but the
-functions that tvm-ffi looks up, so nothing in them can meet another library of the process.
+installed. With ``--machine aarch64 --libraries DIRECTORY`` it builds for another processor: it takes the compiler
+``aarch64-linux-gnu-g++`` and, from the directory, the unpacked wheels of apache-tvm-ffi and nvidia-cuda-runtime.
+
+Zig compiles the modules of the CPU with its own libc++, and links those of CUDA, which nvcc and g++ have compiled, with
+a static libstdc++: either way against the symbols of glibc 2.28. Neither exports anything but the functions that
+tvm-ffi looks up, so nothing in them can meet another library of the process.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -17,6 +21,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import tvm_ffi
 from tvm_ffi.libinfo import find_libtvm_ffi
@@ -32,14 +37,52 @@ ZIG = [sys.executable, "-m", "ziglang"]
 _LINK = ("-shared", "-s", "-Wl,-z,defs", f"-Wl,--version-script={HERE / 'exports.map'}")
 
 
-def platform_tag() -> str:
-    """Tag of the wheels that this machine's modules go into."""
-    return f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
+class Target(NamedTuple):
+    """The processor that modules are built for, its C++ compiler, and the directories of libraries to link."""
 
+    machine: str
+    compiler: str
+    tvm_ffi: Path
+    cudart: Path
 
-def target() -> str:
-    """Zig's name of this machine's processor with the glibc that modules may need."""
-    return f"{platform.machine()}-linux-gnu.{GLIBC}"
+    @classmethod
+    def of_this_machine(cls, cuda_home: Path) -> Target:
+        """Take what is installed."""
+        cudart = next(cuda_home.glob("lib*/libcudart_static.a")).parent
+        return cls(platform.machine(), find_compiler("cpu").path, Path(find_libtvm_ffi()).parent, cudart)
+
+    @classmethod
+    def of_another(cls, machine: str, libraries: Path) -> Target:
+        """Take the cross compiler of a machine, and libraries of its unpacked wheels."""
+        compiler = shutil.which(f"{machine}-linux-gnu-g++")
+        if compiler is None:
+            raise FileNotFoundError(f"{machine}-linux-gnu-g++ is not on PATH; Debian has it in g++-{machine}-linux-gnu")
+        cudart = next(libraries.glob("nvidia/*/lib/libcudart_static.a")).parent
+        return cls(machine, compiler, libraries / "tvm_ffi" / "lib", cudart)
+
+    @property
+    def platform_tag(self) -> str:
+        """Tag of the wheels that its modules go into."""
+        return f"manylinux_{GLIBC.replace('.', '_')}_{self.machine}"
+
+    @property
+    def zig(self) -> list[str]:
+        """Zig's name of the processor with the glibc that modules may need."""
+        return ["-target", f"{self.machine}-linux-gnu.{GLIBC}"]
+
+    @property
+    def link_tvm_ffi(self) -> list[str]:
+        """Flags that link tvm-ffi."""
+        return [f"-L{self.tvm_ffi}", "-ltvm_ffi"]
+
+    @property
+    def libstdcxx(self) -> Path:
+        """The static library of the C++ compiler; FileNotFoundError where it has none."""
+        command = [self.compiler, "-print-file-name=libstdc++.a"]
+        path = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+        if not path.is_absolute():
+            raise FileNotFoundError(f"the C++ compiler {self.compiler} has no libstdc++.a")
+        return path
 
 
 def prefix_maps() -> list[str]:
@@ -54,38 +97,28 @@ def run(command: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
-def build_for_cpu(spec: ModuleSpec, library: Path) -> BuildRecord:
+def build_for_cpu(spec: ModuleSpec, library: Path, target: Target) -> BuildRecord:
     """Compile and link a module of the CPU with zig."""
-    tvm = ["-L" + str(Path(find_libtvm_ffi()).parent), "-ltvm_ffi"]
-    command = [*ZIG, "c++", "-target", target(), *spec.flags, *prefix_maps(), *include_flags(spec)]
-    run([*command, *map(str, spec.source_files), *_LINK, *tvm, "-o", str(library)])
-    return record(spec, library, (platform.machine(),), f"zig {metadata.version('ziglang')}", None)
+    command = [*ZIG, "c++", *target.zig, *spec.flags, *prefix_maps(), *include_flags(spec)]
+    run([*command, *map(str, spec.source_files), *_LINK, *target.link_tvm_ffi, "-o", str(library)])
+    return record(spec, library, (target.machine,), f"zig {metadata.version('ziglang')}", None)
 
 
-def build_for_cuda(spec: ModuleSpec, library: Path, home: Path) -> BuildRecord:
+def build_for_cuda(spec: ModuleSpec, library: Path, target: Target) -> BuildRecord:
     """Compile a module with nvcc, and link it with zig."""
     compiled = library.with_suffix(".o")
     nvcc = find_compiler("cuda")
-    maps = [f"-Xcompiler={flag}" for flag in prefix_maps()]
-    command = [nvcc.path, *spec.flags, *arch_flags("cuda", CUDA_ARCHS), "--threads=0", *maps, *include_flags(spec)]
+    host = [f"-ccbin={target.compiler}", *(f"-Xcompiler={flag}" for flag in prefix_maps())]
+    command = [nvcc.path, *spec.flags, *arch_flags("cuda", CUDA_ARCHS), "--threads=0", *host, *include_flags(spec)]
     run([*command, "-c", *map(str, spec.source_files), "-o", str(compiled)])
-    static = [str(gcc_file("libstdc++.a")), str(next(home.glob("lib*/libcudart_static.a")))]
-    tvm = ["-L" + str(Path(find_libtvm_ffi()).parent), "-ltvm_ffi"]
+    static = [str(target.libstdcxx), str(target.cudart / "libcudart_static.a")]
     system = ["-lunwind", "-lpthread", "-ldl", "-lrt", "-lm"]
     shim = ["-O2", "-fPIC", "-fvisibility=hidden", str(HERE / "glibc_shim.c")]
-    run([*ZIG, "cc", "-target", target(), *_LINK, str(compiled), *shim, *static, *tvm, *system, "-o", str(library)])
+    linked = [str(compiled), *shim, *static, *target.link_tvm_ffi, *system]
+    run([*ZIG, "cc", *target.zig, *_LINK, *linked, "-o", str(library)])
     compiled.unlink()
     compiler = f"{nvcc.summary}; linked by zig {metadata.version('ziglang')}"
     return record(spec, library, CUDA_ARCHS, compiler, nvcc.toolkit_major)
-
-
-def gcc_file(name: str) -> Path:
-    """Path of a file of the C++ compiler's own library."""
-    printed = subprocess.run([find_compiler("cpu").path, f"-print-file-name={name}"], capture_output=True, text=True)
-    path = Path(printed.stdout.strip())
-    if not path.is_absolute():
-        raise FileNotFoundError(f"the C++ compiler has no {name}")
-    return path
 
 
 def record(
@@ -105,16 +138,16 @@ def record(
     )
 
 
-def copy_licences(out: Path) -> None:
+def copy_licences(out: Path, target: Target) -> None:
     """Put the licences of what is linked statically next to the modules."""
     zig = Path(metadata.distribution("ziglang").locate_file("ziglang"))
-    gcc = gcc_file("libstdc++.a").parent.name
+    gcc, cross = target.libstdcxx.parent.name, "" if target.machine == platform.machine() else "-*-cross"
     runtime = metadata.distribution("nvidia-cuda-runtime")
     cudart = next(Path(runtime.locate_file(file)) for file in runtime.files or () if file.name.startswith("License"))
     found = {
         "libcxx.txt": zig / "lib" / "libcxx" / "LICENSE.TXT",
         "libunwind.txt": zig / "lib" / "libunwind" / "LICENSE.TXT",
-        "libstdcxx.txt": Path(f"/usr/share/doc/libstdc++-{gcc}-dev/copyright"),
+        "libstdcxx.txt": next(Path("/usr/share/doc").glob(f"libstdc++-{gcc}-dev{cross}/copyright")),
         "cudart.txt": cudart,
     }
     (out / "licenses").mkdir(exist_ok=True)
@@ -124,21 +157,31 @@ def copy_licences(out: Path) -> None:
 
 def main() -> None:
     """Build every module into ``OUT/<platform tag>``."""
-    out = Path(sys.argv[1]) / platform_tag()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--machine", default=platform.machine())
+    parser.add_argument("--libraries", type=Path, help="unpacked wheels of the other machine")
+    given = parser.parse_args()
+    if given.machine == platform.machine():
+        target = Target.of_this_machine(Path(os.environ["CUDA_HOME"]))
+    elif given.libraries is None:
+        parser.error(f"--machine {given.machine} needs --libraries")
+    else:
+        target = Target.of_another(given.machine, given.libraries)
+    out: Path = given.out / target.platform_tag
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    home = Path(os.environ["CUDA_HOME"])
     for spec in module_specs():
         library = out / library_name(spec)
         if spec.device_type == "cpu":
-            built = build_for_cpu(spec, library)
+            built = build_for_cpu(spec, library, target)
         elif spec.device_type == "cuda":
-            built = build_for_cuda(spec, library, home)
+            built = build_for_cuda(spec, library, target)
         else:
             continue  # ROCm's runtime is found at link time only where ROCm is installed: built on first use
         record_path(library).write_text(json.dumps(dataclasses.asdict(built), indent=1) + "\n")
         print(f"{library.name}: {built.bytes / 1e6:.1f} MB", flush=True)
-    copy_licences(out)
+    copy_licences(out, target)
 
 
 if __name__ == "__main__":

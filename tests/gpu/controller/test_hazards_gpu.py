@@ -196,7 +196,7 @@ def test_host_slots_are_refilled_only_after_load_read_them(make_stack, guard, po
 @paths
 @guarded
 def test_write_back_into_slots_a_load_reads_waits_for_it(make_stack, guard, policy):
-    """The same hazard below the controller, for whoever drives the engine alone."""
+    """The same hazard below the controller, for a caller that drives the engine alone."""
     stack = make_stack(policy=policy, guards=Guards(refill_follows_read=guard))
     host, rows = stack.written(8)
     other = stack.alloc(8)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hicache_kernels import HostLayout, calibrate
+from hicache_kernels import HostLayout, calibrate, losses
 from hicache_kernels.bench import Buffers, Case, Pattern, Report, disturbances, disturbing_cases, grid, run_benchmark
 from hicache_kernels.bench.cases import Shape
 from hicache_kernels.bench.interference import measure_duplex
@@ -28,6 +28,18 @@ def test_calibration_measures_every_constant_and_keeps_them(gpu, tmp_path, monke
     for direction in (measured.write_back, measured.load):
         rates = [rate for _, rate in direction.direct_rates]
         assert 0 < min(rates) <= max(rates) < 10 * direction.copy_bytes_per_second
+
+
+def test_losses_are_measured_next_to_every_mover(gpu, monkeypatch) -> None:
+    # Other tests may use the device meanwhile.
+    monkeypatch.setattr(calibrate, "MAX_SPREAD", 1e9)
+    monkeypatch.setattr(losses, "MAX_SPREAD", 1e9)
+    measured = calibrate.measure(gpu, losses=True)
+    assert measured.losses_measured
+    for direction in (measured.write_back, measured.load):
+        assert [ctas for ctas, _ in direction.direct_losses] == list(calibrate.CTAS)
+        for loss in (direction.staged_loss, *(loss for _, loss in direction.direct_losses)):
+            assert 0 <= min(loss.prefill, loss.decode) <= max(loss.prefill, loss.decode) < 1
 
 
 def test_calibration_is_refused_during_capture(gpu, tmp_path, monkeypatch) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hicache_kernels import HostLayout, Plan, PlaneTransfer, movers, planner
+from hicache_kernels import HostLayout, Plan, PlaneTransfer, direct_cost, movers, planner
 from hicache_kernels.checks import CHECK_VARIABLE
 from hicache_kernels.staging import Direction, StagingRing
 from hicache_kernels.transfer import BOTH_RUNS
@@ -123,6 +123,7 @@ def test_direct_moves_any_multiple_of_4_bytes(pools, gpu, row_bytes, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("row_bytes", [256, 576, 1152, 2048, 16384])
 def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
+    monkeypatch.setattr(direct_cost, "LAYER_EVENT_SECONDS", 0.0)
     monkeypatch.setattr(movers, "BULK_BLOCKS", 1)
     monkeypatch.setattr(movers, "BULK_LOAD_ROW_BYTES", 256)
     monkeypatch.setattr(movers, "BULK_MULTIPLE", 16)
@@ -136,9 +137,24 @@ def test_bulk_copies_move_long_rows(pools, gpu, monkeypatch, row_bytes, layout):
         pool.check_load(host, device, transfer.load, wait, layer_events=True, block_quota=random.randint(1, 9))
 
 
+def test_all_layers_of_a_small_direct_load_share_an_event_recorded_after_their_rows(pools, gpu):
+    pool = pools.random_pool(random.choice(LAYOUTS), (256, 256), layers=7, pages=75, page_size=2, device=gpu)
+    transfer = PlaneTransfer(pool.planes, policy="direct")
+    host, device = pool.slots(torch.randperm(75)[:9]), pool.slots(torch.randperm(76)[:9])
+    pool.check_load(host, device, transfer.load, wait, layer_events=True)
+    torch.cuda._sleep(50_000_000)
+    result = transfer.load(host, device, layer_events=True)
+    assert len(result.layer_done) == 7
+    assert len(set(result.layer_done)) == 1
+    assert not result.layer_done[0].query()
+    wait()
+    assert result.layer_done[0].query()
+
+
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("elements", [(16,), (20,), (128, 128), (512, 64), (2048, 2048)])
-def test_one_kernel_loads_all_layers_with_an_event_after_each(pools, gpu, elements):
+def test_one_kernel_loads_all_layers_with_an_event_after_each(pools, gpu, monkeypatch, elements):
+    monkeypatch.setattr(direct_cost, "LAYER_EVENT_SECONDS", 0.0)
     pool = pools.random_pool(random.choice(LAYOUTS), elements, layers=7, pages=75, page_size=2, device=gpu)
     transfer = PlaneTransfer(pool.planes, policy="direct")
     for count in (1, 73):

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hicache_kernels import Compute
+from hicache_kernels.constants import checked_compute
 from hicache_kernels.staging import Direction
 from hicache_kernels.validation import seconds
 from hicache_pools.group import HostPoolGroup, PoolEntry
@@ -141,6 +143,19 @@ class HiCacheController:
     @load_block_quota.setter
     def load_block_quota(self, quota: int | None) -> None:
         self._plan.quotas[Direction.LOAD] = checked_quota("load_block_quota", quota)
+
+    @property
+    def compute(self) -> Compute | None:
+        """What the model computes during the transfers that are started from now on: ``"prefill"``, ``"decode"``.
+
+        The pools then choose paths that take less from it. ``"idle"`` lets them take all, None, at first, says that it
+        is not known. May be set between calls; ValueError, with nothing changed, for anything else.
+        """
+        return self._plan.compute
+
+    @compute.setter
+    def compute(self, compute: Compute | str | None) -> None:
+        self._plan.compute = checked_compute(compute)
 
     @property
     def page_size(self) -> int:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from hicache_kernels import Compute
 from hicache_kernels.staging import Direction
 from hicache_kernels.validation import MAX_BLOCKS, whole
 from hicache_pools.group import HostPoolGroup, PoolEntry
@@ -50,12 +51,15 @@ class TransferPlan:
     ----------
     quotas
         Most CTAs of the transfers of each direction that are made from now on; None leaves it to the pools.
+    compute
+        What the model computes during the transfers that are made from now on; None where that is not known.
     """
 
     def __init__(self, group: HostPoolGroup, io_backend: str) -> None:
         self._group = group
         self._io_backend = io_backend
         self.quotas: dict[Direction, int | None] = dict.fromkeys(Direction)
+        self.compute: Compute | None = None
         self.update()
 
     @property
@@ -101,11 +105,9 @@ class TransferPlan:
             drafts = zip(entry.packed_draft_device_pools, plan.draft_maps[name], strict=True)
             sides += [(pool, layer_map, True) for pool, layer_map in drafts]
         host = host_indices.cpu()
-        quota = self.quotas[direction]
+        hints = (self._io_backend, self.quotas[direction], self.compute)
         for pool, layer_map, is_draft in sides:
-            yield L2Transfer(
-                name, entry.host_pool, pool, host, device_indices, layer_map, is_draft, self._io_backend, quota
-            )
+            yield L2Transfer(name, entry.host_pool, pool, host, device_indices, layer_map, is_draft, *hints)
 
 
 def layer_plan(entries: Iterable[PoolEntry]) -> LayerPlan:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hicache_kernels import TransferResult
+from hicache_kernels import Compute, TransferResult
+from hicache_kernels.constants import checked_compute
 from hicache_kernels.staging import Direction
 from hicache_kernels.validation import MAX_BLOCKS, whole
 
@@ -72,6 +73,8 @@ class L2Transfer:
         ``"kernel"`` or ``"direct"``.
     block_quota
         Most CTAs that the transfer may hold; None leaves it to the pool, which then need not know the keyword.
+    compute
+        What the model computes meanwhile; None where that is not known, and the pool need not know the keyword.
     """
 
     name: str
@@ -83,8 +86,10 @@ class L2Transfer:
     is_draft: bool = False
     io_backend: str = "kernel"
     block_quota: int | None = None
+    compute: Compute | str | None = None
 
     def __post_init__(self) -> None:
+        checked_compute(self.compute)
         if self.block_quota is not None:
             whole("block_quota", self.block_quota, least=0, most=MAX_BLOCKS)
 
@@ -93,9 +98,10 @@ class L2Transfer:
         return transfer_uses(self, direction, self.host_indices, self.device_indices)
 
     @property
-    def quota(self) -> dict[str, int]:
-        """Keyword of the pool's transfers; pools that engines bring need not know it."""
-        return {} if self.block_quota is None else {"block_quota": self.block_quota}
+    def hints(self) -> dict[str, Any]:
+        """Keywords of the pool's transfers, as far as they are given; pools that engines bring need not know them."""
+        given = {"block_quota": self.block_quota, "compute": self.compute}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Writer(NamedTuple):
@@ -355,7 +361,7 @@ class TransferHandle(InFlightOperation):
             if self._cancelled:
                 raise OperationCancelledError("the write was cancelled")
             result = each.host_pool.backup_from_device_all_layer(
-                each.device_pool, each.host_indices, each.device_indices, each.io_backend, **each.quota
+                each.device_pool, each.host_indices, each.device_indices, each.io_backend, **each.hints
             )
             self._moved.append((each, result))
 
@@ -370,7 +376,7 @@ class TransferHandle(InFlightOperation):
             owner.device_indices,
             owner.io_backend,
             layer_events=True,
-            **owner.quota,
+            **owner.hints,
         )
         self._moved.append((owner, result))
         if result.layer_done and self._separate is None:  # the layers of one part are not those of all
@@ -402,7 +408,7 @@ class TransferHandle(InFlightOperation):
                 local,
                 each.io_backend,
                 is_draft=each.is_draft,
-                **each.quota,
+                **each.hints,
             )
             self._moved.append((each, result))
 

@@ -1,4 +1,8 @@
-"""Measures the planner's constants on a device, once, in under a second, and keeps them on disk."""
+"""Measures the planner's constants on a device, once, in under a second, and keeps them on disk.
+
+What a model loses next to transfers takes seconds to measure, which no first transfer may wait for: :func:`calibrate`
+does it, for those who ask, and until then the planner goes by an H200's.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from .build import build_lock, cache_directory
 from .compilers import write_atomically
 from .constants import CPU, H200, DeviceConstants, DirectionConstants, ModelLoss
 from .layout import HostLayout, host_strides
+from .losses import GraphTimes, with_losses, wrong_loss
 from .plane import DeviceRows, HostRows, Plane
 from .probe import warn_once
 from .staging import Direction, StagingRing, canonical_device
@@ -29,11 +34,16 @@ from .trusted_files import UntrustedPathError, read_text
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 10
+FORMAT = 11
 BUFFER_BYTES = 64 << 20
 PAGE_BYTES = 32 << 10
 ROW_BYTES = 512
+DIRECT_ROW_BYTES = 1024
+"""Rows of direct transfers: a CTA names so many a second that with shorter ones two do not fill the bus
+(``direct_cost.py``), which the planner counts on top of the measured rates."""
 LAYERS = 32
+LOSS_ROW_BYTES, LOSS_LAYERS, LOSS_PAGE_SIZE = 2048, 16, 32
+"""Rows next to which losses are measured: wide enough for all movers to be at their best."""
 CTAS = (1, 2, 4, 8)
 LAUNCHES = 16
 REPEATS = 3
@@ -101,21 +111,60 @@ def _measure_alone(device: torch.device, path: Path) -> DeviceConstants:
             if 0 <= time.time() - failed.stat().st_mtime < BUSY_SECONDS:
                 logger.info("calibrating %s failed a moment ago, so the planner uses defaults", device)
                 return H200
-        reason = ""
-        for _ in range(ATTEMPTS):
-            try:
-                constants = measure(device)
-            except (RuntimeError, ValueError) as error:
-                reason = str(error)
-                continue
-            reason = wrong_figure(constants) or ""
-            if not reason:
-                write_constants(path, constants)
-                return constants
-        logger.warning("calibrating %s failed, so the planner uses defaults: %s", device, reason)
+        try:
+            constants = _measured(device)
+        except RuntimeError as error:
+            logger.warning("calibrating %s failed, so the planner uses defaults: %s", device, error)
+            with contextlib.suppress(OSError):
+                write_atomically(failed, str(error).encode())
+            return H200
+        write_constants(path, constants)
+        return constants
+
+
+def _measured(device: torch.device, *, losses: bool = False) -> DeviceConstants:
+    """Measure, once more where that fails; RuntimeError where it does again."""
+    reason = ""
+    for _ in range(ATTEMPTS):
+        try:
+            constants = measure(device, losses=losses)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error)
+            continue
+        reason = wrong_figure(constants) or ""
+        if not reason:
+            return constants
+    raise RuntimeError(reason)
+
+
+def calibrate(device: torch.device | str) -> DeviceConstants:
+    """Measure everything anew, what a model loses next to transfers too, and keep it; takes some seconds.
+
+    Later processes go by it, and in this one pools that have planned nothing yet.
+
+    Parameters
+    ----------
+    device
+        A GPU that nobody else uses meanwhile.
+
+    Raises
+    ------
+    ValueError
+        For the CPU, whose constants are fixed.
+    RuntimeError
+        Where measuring fails, or the figures are not those of an idle device; nothing is kept then.
+    """
+    device = canonical_device(device)
+    if device.type == "cpu":
+        raise ValueError("device is cpu; it must be a GPU: the constants of the CPU are fixed")
+    path = cache_path(device)
+    with _lock, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            write_atomically(failed, reason.encode())
-        return H200
+            stack.enter_context(build_lock(path.with_suffix(".lock")))
+        constants = _measured(device, losses=True)
+        write_constants(path, constants)
+        _known[device] = constants
+    return constants
 
 
 # ---- on disk
@@ -184,8 +233,10 @@ def write_constants(path: Path, constants: DeviceConstants) -> None:
 # ---- measuring
 
 
-def measure(device: torch.device | str) -> DeviceConstants:
+def measure(device: torch.device | str, *, losses: bool = False) -> DeviceConstants:
     """Measure a GPU's constants through the compiled modules; other work on the device makes them worse.
+
+    With ``losses``, what a model loses next to transfers is measured too, instead of an H200's.
 
     Raises
     ------
@@ -205,6 +256,8 @@ def measure(device: torch.device | str) -> DeviceConstants:
             relayout_bytes_per_second=probe.relayout_bytes_per_second(),
         )
         after = probe.copy_seconds()
+        if losses:
+            constants = with_losses(constants, probe.graph_times().seconds, CTAS)
     if max(before, after) > MAX_SPREAD * min(before, after):
         raise RuntimeError(f"equal copies took {before * 1e3:.3f} ms and {after * 1e3:.3f} ms: others use {device}")
     logger.info("calibrated %s in %.2f s: %s", device, time.perf_counter() - start, constants)
@@ -233,13 +286,20 @@ class _Probe:
         self._ring = StagingRing(device, budget_bytes=2 * BUFFER_BYTES)
         self._stream = torch.cuda.current_stream(device)
 
-    def _transfer(self, row_bytes: int, layers: int) -> PlaneTransfer:
-        """Make a pool of one plane, pages of one slot, over both buffers."""
-        pages = BUFFER_BYTES // (row_bytes * layers)
-        (strides,) = host_strides(HostLayout.PAGE_FIRST_DIRECT, [row_bytes], layers=layers, pages=pages, page_size=1)
-        rows = DeviceRows.slot_major(list(self._rows.view(layers, pages, row_bytes)))
-        plane = Plane("calibration", row_bytes, rows, HostRows(self._host, strides, pages, 1))
+    def _transfer(self, row_bytes: int, layers: int, page_size: int = 1) -> PlaneTransfer:
+        """Make a pool of one plane over both buffers."""
+        slots = BUFFER_BYTES // (row_bytes * layers)
+        pages = slots // page_size
+        size = {"layers": layers, "pages": pages, "page_size": page_size}
+        (strides,) = host_strides(HostLayout.PAGE_FIRST_DIRECT, [row_bytes], **size)
+        rows = DeviceRows.slot_major(list(self._rows.view(layers, slots, row_bytes)))
+        plane = Plane("calibration", row_bytes, rows, HostRows(self._host, strides, pages, page_size))
         return PlaneTransfer([plane], ring=self._ring, constants=H200)
+
+    def graph_times(self) -> GraphTimes:
+        """Make graphs, and a pool that transfers next to them move."""
+        transfer = self._transfer(LOSS_ROW_BYTES, LOSS_LAYERS, LOSS_PAGE_SIZE)
+        return GraphTimes(transfer, self._host, self._rows)
 
     def _time(
         self, call: Callable[[], TransferResult | None], *, until_released: bool = False, repeats: int = REPEATS
@@ -318,7 +378,7 @@ class _Probe:
         (scattered,) = self._marginal(direction, self._transfer(PAGE_BYTES, 1), "staged", lambda pages: pages % 2 == 0)
         batch_copy = (scattered.seconds - scattered.bytes / rate) / scattered.copies
         # Rows of a layer lie as far apart as those of a model, which is what they cost.
-        rows = self._transfer(ROW_BYTES, LAYERS)
+        rows = self._transfer(DIRECT_ROW_BYTES, LAYERS)
         direct = self._marginal(direction, rows, "direct", quotas=CTAS)
         return DirectionConstants(
             copy_bytes_per_second=rate,
@@ -381,7 +441,7 @@ def wrong_figure(constants: DeviceConstants) -> str | None:
     fastest = max(constants.write_back.copy_bytes_per_second, constants.load.copy_bytes_per_second)
     if constants.relayout_bytes_per_second < MIN_RELAYOUT * fastest:
         return f"relayout_bytes_per_second is {constants.relayout_bytes_per_second:.3g}, copies make {fastest:.3g}"
-    return None
+    return wrong_loss(constants)
 
 
 def _wrong_figure_of(direction: DirectionConstants) -> str | None:

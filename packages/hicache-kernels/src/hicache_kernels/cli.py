@@ -13,11 +13,22 @@ from rich.table import Column, Table
 
 from .aot import build_aot, group_archs
 from .bench_command import bench
-from .command_line import FAILED, CommandError, CommandGroup, errors, output, show, unwritable
+from .command_line import (
+    FAILED,
+    CommandError,
+    CommandGroup,
+    check_device,
+    errors,
+    find_device,
+    first_line,
+    output,
+    show,
+    unwritable,
+)
 from .spec import MODULE_NAMES, module_specs
 
 if TYPE_CHECKING:
-    from .info import KernelsInfo
+    from .info import KernelsInfo, PlannerState
 
 app = typer.Typer(
     name="hicache-kernels",
@@ -114,3 +125,41 @@ def show_info(found: KernelsInfo, to: Console) -> None:
         detail = "\n".join(part for part in (module.detail, module.note) if part)
         modules.add_row(module.name, module.device_type, module.state, detail)
     to.print(modules)
+    for planner in found.planners:
+        show_planner(planner, to)
+
+
+def show_planner(planner: PlannerState, to: Console) -> None:
+    """Print what the planner goes by on a device."""
+    to.print(f"{planner.device}: the planner uses constants {planner.constants}", soft_wrap=True)
+    losses = Table(
+        "transfer",
+        Column("prefill", justify="right"),
+        Column("decode", justify="right"),
+        title=f"share of its time that a model loses meanwhile, {planner.losses}",
+    )
+    for mover, prefill, decode in planner.shares:
+        losses.add_row(mover, f"{prefill:.1%}", f"{decode:.1%}")
+    to.print(losses)
+
+
+@app.command()
+def calibrate(
+    device: Annotated[str | None, typer.Option(help="Device to measure; the GPU if there is one.")] = None,
+) -> None:
+    """Measure what the planner goes by, with what a model loses next to transfers, and keep it.
+
+    Takes some seconds; nothing else may use the device meanwhile.
+    """
+    check_device(device)
+    where = find_device(device)
+    from .calibrate import calibrate as measure_all
+    from .info import planner_state
+
+    try:
+        constants = measure_all(where)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except RuntimeError as error:
+        raise CommandError(f"calibrating {where} failed: {first_line(error)}", FAILED) from None
+    show_planner(planner_state(str(where), constants), output)

@@ -24,6 +24,16 @@ class Compute(StrEnum):
     """Nothing that a transfer could disturb."""
 
 
+def checked_compute(compute: Compute | str | None) -> Compute | None:
+    """Return what a model computes as a :class:`Compute`; ValueError if that is neither one nor None."""
+    if compute is None or isinstance(compute, Compute):
+        return compute
+    try:
+        return Compute(compute)
+    except ValueError:
+        raise ValueError(f"compute is {compute!r}; it must be one of {', '.join(Compute)}, or None") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLoss:
     """What a model loses while bytes move: a share of its time, from 0 to 1, on top of what a plain copy takes from it.
@@ -132,6 +142,8 @@ class DeviceConstants:
         Whether batched copies exist in this runtime.
     has_sms
         Whether the direct path takes SMs from the model; on CPU the faster path is taken, whatever it holds.
+    losses_measured
+        Whether what a model loses next to transfers was measured on this device; else it is what one loses on an H200.
     """
 
     source: str
@@ -141,6 +153,12 @@ class DeviceConstants:
     relayout_bytes_per_second: float
     batched: bool = True
     has_sms: bool = True
+    losses_measured: bool = False
+
+    @property
+    def losses_source(self) -> str:
+        """Where the shares that a model loses come from, for messages."""
+        return "measured on this device" if self.losses_measured else "as on an H200"
 
 
 _H200_WIDTHS = (
@@ -178,7 +196,7 @@ H200 = DeviceConstants(
         copy_seconds=2.5e-6,
         copy_2d_seconds=5.0e-6,
         width_efficiency=_H200_WIDTHS,
-        direct_rates=((1, 28.0e9), (2, 45.3e9), (4, 48.9e9), (8, 49.6e9)),
+        direct_rates=((1, 27.6e9), (2, 50.4e9), (4, 52.7e9), (8, 53.4e9)),
         staged_loss=ModelLoss(0.002, 0.027),
         direct_losses=(
             (1, ModelLoss(0.21, 0.002)),
@@ -190,7 +208,8 @@ H200 = DeviceConstants(
     launch_seconds=14e-6,
     relayout_bytes_per_second=1.3e12,
 )
-"""Figures of the project's design notes; what a device uses until it is calibrated."""
+"""What a device uses until it is calibrated: figures of the project's design notes; those of direct loads, whose kernel
+is newer, of a calibration on 2026-11-30 (the one of the notes made 0.83 of the bus with 2 CTAs, this one 0.92)."""
 
 CPU = DeviceConstants(
     source="device and host are one memory",

@@ -15,7 +15,9 @@ import torch
 import tvm_ffi
 
 from .build import CACHE_VARIABLE, build_key, cache_directory, for_this_machine, library_name, read_record, target_archs
+from .calibrate import cache_path, read_constants
 from .compilers import BuildError, compiler_name, find_compiler
+from .constants import H200, DeviceConstants
 from .probe import LOADER, PREBUILT_VARIABLE, ModuleLoader, check_prebuilt, kept_record, prefers_build, wheel_library
 from .spec import DEVICE_TYPES, ModuleSpec, module_specs
 from .trusted_files import UntrustedPathError
@@ -69,6 +71,28 @@ class CacheState:
 
 
 @dataclass(frozen=True)
+class PlannerState:
+    """What the planner goes by on a device.
+
+    Attributes
+    ----------
+    device
+        Its name.
+    constants
+        Where the figures come from: kept ones, or defaults that the first transfer replaces.
+    losses
+        Where the shares that a model loses come from.
+    shares
+        By mover, what a model loses next to it: ``(mover, prefill, decode)``, shares of its time from 0 to 1.
+    """
+
+    device: str
+    constants: str
+    losses: str
+    shares: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(frozen=True)
 class KernelsInfo:
     """Everything ``hicache-kernels info`` shows."""
 
@@ -78,6 +102,7 @@ class KernelsInfo:
     prebuilt: str | None
     compilers: tuple[CompilerState, ...]
     modules: tuple[ModuleState, ...]
+    planners: tuple[PlannerState, ...]
 
 
 def versions() -> dict[str, str]:
@@ -97,6 +122,26 @@ def devices() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
+
+
+def planner_state(device: str, constants: DeviceConstants | None) -> PlannerState:
+    """Describe what the planner goes by; ``constants`` as kept, None where the device was never measured."""
+    found = H200 if constants is None else constants
+    shares = []
+    for name, way in (("write-back", found.write_back), ("load", found.load)):
+        movers = [(f"{name}, staged", way.staged_loss)]
+        movers += [(f"{name}, direct, {ctas} CTA{'s' * (ctas != 1)}", loss) for ctas, loss in way.direct_losses]
+        shares += [(mover, loss.prefill, loss.decode) for mover, loss in movers]
+    source = f"{H200.source}, until the first transfer measures" if constants is None else constants.source
+    return PlannerState(device, source, found.losses_source, tuple(shares))
+
+
+def planner_states() -> tuple[PlannerState, ...]:
+    """Describe what the planner goes by on each accelerator here; measures nothing."""
+    return tuple(
+        planner_state(name, read_constants(cache_path(torch.device("cuda", number))))
+        for number, name in enumerate(devices())
+    )
 
 
 def cache_state(path: Path | None = None) -> CacheState:
@@ -205,4 +250,5 @@ def kernels_info(specs: Sequence[ModuleSpec] | None = None, *, load: bool = Fals
         prebuilt=os.environ.get(PREBUILT_VARIABLE),
         compilers=tuple(compiler_state(device_type, memory) for device_type in DEVICE_TYPES),
         modules=tuple(modules),
+        planners=planner_states(),
     )

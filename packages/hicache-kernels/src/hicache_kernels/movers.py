@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 import tvm_ffi
 
+from .direct_cost import BULK_LOAD_ROW_BYTES, BULK_MULTIPLE
 from .layer_events import NO_HANDLES, LayerEvents
 from .pieces import staging_layout
 from .plane import Plane
-from .planner import BULK_LOAD_ROW_BYTES, BULK_MULTIPLE, layer_groups
 from .rows import STAGED_ALIGNMENT, RowTables, build_tables, copy_strides, kernel_strides
+from .staged_cost import layer_groups
 from .staging import Direction, StagingRing
 from .streams import own_stream
 
@@ -340,7 +341,8 @@ class StagedMover:
         no layer is ready later than when twice as much as it needs has crossed the bus; where ``moved`` layers have
         gone before them, the first copies take as many. ``copy_events`` holds handles
         of events, int64 on CPU, recorded on ``stream`` after the rows of each of these copies, as many as
-        :func:`~hicache_kernels.planner.layer_steps` gives; or none. Other parameters are those of :meth:`write_back`.
+        :func:`~hicache_kernels.staged_cost.layer_steps` gives; or none. Other parameters are those of
+        :meth:`write_back`.
         """
         lane = self.load_lane
         copies = step = 0

@@ -13,6 +13,7 @@ from .paths import PlanePaths
 from .plane import Plane
 from .results import TransferPolicy, transfer_policy
 from .staging import Direction
+from .work import Plan, Work
 
 MAX_PLANS = 1024
 """Plans that a pool's transfers remember."""
@@ -63,7 +64,7 @@ class OperationPlans:
         self._layers = rows.layers
         self._planes = len(planes)
         self._shortest_row = min(plane.row_bytes for plane in planes)
-        self._known: dict[tuple[object, ...], planner.Plan] = {}
+        self._known: dict[tuple[object, ...], Plan] = {}
 
     def find(
         self,
@@ -74,7 +75,7 @@ class OperationPlans:
         block_quota: int | None = None,
         layer_by_layer: bool = False,
         compute: Compute | str | None = None,
-    ) -> planner.Plan:
+    ) -> Plan:
         """Return the plan of an operation; errors as of :func:`hicache_kernels.planner.plan_write_back`."""
         key = (direction, pages, runs, policy, block_quota, layer_by_layer, compute)
         known = self._known.get(key)
@@ -96,8 +97,8 @@ class OperationPlans:
         block_quota: int | None,
         layer_by_layer: bool,
         compute: Compute | str | None,
-    ) -> planner.Plan:
-        work = planner.Work(
+    ) -> Plan:
+        work = Work(
             self._layout,
             pages,
             runs,

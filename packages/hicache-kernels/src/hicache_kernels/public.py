@@ -3,10 +3,11 @@
 from .constants import Compute
 from .layout import HostLayout, HostStrides, host_bytes, host_strides
 from .plane import DeviceRows, HostRows, Plane
-from .planner import PathUnavailableError, Plan
+from .planner import PathUnavailableError
 from .pointer_tables import pointer_table
 from .staging import Direction, StagingRing
 from .transfer import Capabilities, PlaneTransfer, TransferPolicy, TransferResult
+from .work import Plan
 
 __all__ = [
     "Capabilities",

@@ -77,7 +77,8 @@ class TransferResult:
         Copies handed to the copy engine (on CPU: from or to the staging buffer); 0 on the other paths.
     layer_done
         With ``layer_events``: recorded once each layer's device rows are filled; empty where synchronous. Layers that
-        one copy brings share an event.
+        one copy brings share an event, and so do all of a direct load that is over before its thread could have queued
+        an event for each.
     """
 
     path: str

@@ -8,15 +8,17 @@ import torch
 
 from . import reference
 from .constants import Compute, DeviceConstants
+from .direct_cost import shares_one_event
 from .indices import OperationIndices
 from .layer_events import LayerEvents, SpareEvents
 from .paths import PlanePaths
 from .plane import Plane, check_planes
-from .planner import DIRECT, REFERENCE, Plan, layer_steps, moved_before
 from .plans import OperationPlans
 from .results import Capabilities, TransferPolicy, TransferResult, transfer_policy
+from .staged_cost import layer_steps, moved_before
 from .staging import Direction, StagingRing, canonical_device
 from .validation import whole
+from .work import DIRECT, REFERENCE, Plan
 
 __all__ = ["BOTH_RUNS", "Capabilities", "PlaneTransfer", "TransferPolicy", "TransferResult"]
 
@@ -301,11 +303,12 @@ class PlaneTransfer:
     ) -> TransferResult:
         host_slots, device_slots = self._paths.indices.on_device(indices, stream, both=True)
         blocks = max(1, plan.block_quota)
-        if stream is None or not with_events:
+        layers = range(self.layers) if layer is None else range(layer, layer + 1)
+        if stream is None or not with_events or shares_one_event(plan, self.layers):
             self._paths.direct.move(host_slots, device_slots, to_device=True, layer=layer, blocks=blocks, stream=stream)
             done = None if stream is None else stream.record_event()
-            return TransferResult(plan.path, plan.reason, size, indices.runs, done, done)
-        layers = range(self.layers) if layer is None else range(layer, layer + 1)
+            events = (done,) * len(layers) if done is not None and with_events else ()
+            return TransferResult(plan.path, plan.reason, size, indices.runs, done, done, 0, events)
         taken = self._spare_events.take(len(layers), stream)
         self._paths.direct.load_with_events(host_slots, device_slots, layers, taken, blocks, stream)
         done = stream.record_event()

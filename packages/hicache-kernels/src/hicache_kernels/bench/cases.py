@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -168,6 +168,15 @@ def disturbing_cases(quotas: Sequence[int] = QUOTAS) -> Iterator[Case]:
         load = Case(shape, page_size, layout, pattern, Direction.LOAD, PLAIN)
         yield from (load, replace(load, policy="auto"), replace(load, policy="staged"))
         yield replace(load, policy="direct", block_quota=2)
+
+
+SMALL_PAGE_SIZE = 16
+
+
+def small_cases(shapes: Iterable[Shape]) -> Iterator[Case]:
+    """Pools of which one page is moved at a time, as after a decode step, each way."""
+    for shape, direction in itertools.product(shapes, Direction):
+        yield Case(shape, SMALL_PAGE_SIZE, HostLayout.PAGE_FIRST_DIRECT, Pattern.SCATTERED, direction, "auto")
 
 
 def quick_grid() -> tuple[Case, ...]:

@@ -11,19 +11,18 @@ from statistics import median
 
 import torch
 
+from ..graphs import Transfers, Workload, replay_seconds, timing_event, workloads
 from ..layout import HostLayout
 from ..planner import PathUnavailableError
 from ..staging import Direction
 from .cases import PLAIN, SHAPES, Case, Pattern, pool_of
-from .measure import spin, submit, timing_event
+from .measure import submit
 from .pool import BenchPool, Buffers
 
 REPLAYS = 4
 OPERATIONS = 5
 """Transfers in a row, which last longer than the replays of a graph next to them."""
 DISTURBING = Case(SHAPES[0], 16, HostLayout.PAGE_FIRST_DIRECT, Pattern.RUN, Direction.WRITE_BACK, "staged")
-LEAD_SECONDS = 0.003
-"""Head start of the transfers, so that the graph never runs alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +69,6 @@ class Duplex:
     ratio: float
 
 
-@dataclass(frozen=True, eq=False)
-class Workload:
-    """A captured graph, and the tensors that it reads and that nothing else keeps alive."""
-
-    name: str
-    graph: torch.cuda.CUDAGraph
-    tensors: tuple[torch.Tensor, ...]
-
-
-def workloads(device: torch.device) -> tuple[Workload, ...]:
-    """Make graphs of matrix products: of 4096 tokens, and of 64, with weights that do not stay in the cache."""
-    weights = tuple(torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(8))
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def workload(name: str, tokens: int, products: int) -> Workload:
-        activations = torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16)
-
-        def body() -> None:
-            for index in range(products):
-                torch.mm(activations, weights[index % len(weights)])
-
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            body()
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            body()
-        return Workload(name, graph, (activations, *weights))
-
-    return workload("prefill", 4096, 24), workload("decode", 64, 240)
-
-
 def disturbances(
     buffers: Buffers, plain_seconds: dict[Direction, float], cases: Iterable[Case], *, repeats: int = 7
 ) -> Iterator[Disturbance]:
@@ -128,12 +94,15 @@ def _beside(
     paths: dict[Case, str] = {}
     for case in cases:
         with contextlib.suppress(PathUnavailableError):
-            paths[case] = _move(case, pool, buffers, workload.name)[0]
+            paths[case] = PLAIN if case.policy == PLAIN else submit(pool, case, workload.name).path
     samples: dict[Case, list[tuple[float, float, float]]] = {case: [] for case in paths}
     for _ in range(repeats):
         for case, found in samples.items():
-            call = functools.partial(_move, case, pool, buffers, workload.name)
-            found.append(_during(workload.graph, buffers.device, call))
+            move = functools.partial(_move, case, pool, buffers, workload.name)
+            transfers = Transfers(buffers.device, move, OPERATIONS)
+            alone = replay_seconds(workload.graph, buffers.device, REPLAYS)
+            during = replay_seconds(workload.graph, buffers.device, REPLAYS, transfers)
+            found.append((alone, during, transfers.seconds()))
     plain = samples[cases[0]]
     for case, found in samples.items():
         yield Disturbance(
@@ -146,53 +115,14 @@ def _beside(
         )
 
 
-def _move(case: Case, pool: BenchPool, buffers: Buffers, compute: str) -> tuple[str, torch.cuda.Event | None]:
-    """Queue one transfer; return its path, and the event of its end where that is not on the current stream."""
+def _move(case: Case, pool: BenchPool, buffers: Buffers, compute: str) -> torch.cuda.Event | None:
+    """Queue one transfer; return the event of its end where that is not on the current stream."""
     if case.policy == PLAIN:
         load = case.direction is Direction.LOAD
         to, of = (buffers.rows, buffers.host) if load else (buffers.host, buffers.rows)
         to[: pool.bytes].copy_(of[: pool.bytes], non_blocking=True)
-        return PLAIN, None
-    result = submit(pool, case, compute)
-    return result.path, result.host_ready
-
-
-def _during(
-    graph: torch.cuda.CUDAGraph,
-    device: torch.device,
-    move: Callable[[], tuple[str, torch.cuda.Event | None]],
-) -> tuple[float, float, float]:
-    """Seconds of a replay alone, during transfers, and of one of these transfers."""
-    compute, mover = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin, done = timing_event(), timing_event()
-
-    def move_all() -> None:
-        with torch.cuda.stream(mover):
-            begin.record()
-            for _ in range(OPERATIONS):
-                _, ready = move()
-            if ready is not None:
-                mover.wait_event(ready)
-            done.record()
-
-    def replay(beside: Callable[[], None] | None) -> float:
-        start, end = timing_event(), timing_event()
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(compute):
-            spin(LEAD_SECONDS)
-            start.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-        # Queued last: a transfer that keeps the thread busy for long would otherwise be over before the graph starts.
-        if beside is not None:
-            beside()
-        torch.cuda.synchronize(device)
-        return float(start.elapsed_time(end)) / 1e3 / REPLAYS
-
-    alone = replay(None)
-    during = replay(move_all)
-    return alone, during, begin.elapsed_time(done) / 1e3 / OPERATIONS
+        return None
+    return submit(pool, case, compute).host_ready
 
 
 def measure_duplex(buffers: Buffers, *, repeats: int = 5, operations: int = 4) -> Duplex | None:

@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from ..constants import Compute
+from ..graphs import spin, timing_event
 from ..planner import PathUnavailableError
 from ..staging import Direction, canonical_device
 from ..streams import own_stream
@@ -20,7 +21,6 @@ from .pool import BenchPool, Buffers
 
 SLOW_SECONDS = 0.2
 """An operation that takes longer is measured once."""
-SPIN_CYCLES_PER_SECOND = 2e9
 MIN_SPIN_SECONDS = 2e-3
 
 
@@ -102,12 +102,6 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def timing_event() -> torch.cuda.Event:
-    """Make an event that keeps the time."""
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
-
-
 def submit(pool: BenchPool, case: Case, compute: Compute | str | None = None) -> TransferResult:
     """Call the transfer of a case; a load is one of all layers in order, with an event after each."""
     if case.direction is Direction.WRITE_BACK:
@@ -129,11 +123,6 @@ def _sample_on_cpu(pool: BenchPool, case: Case) -> _Sample:
     submit(pool, case)
     seconds = time.perf_counter() - begin
     return _Sample(seconds, seconds, seconds, seconds)
-
-
-def spin(seconds: float) -> None:
-    """Keep the current stream busy."""
-    torch.cuda._sleep(int(seconds * SPIN_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
 def _sample_on_gpu(

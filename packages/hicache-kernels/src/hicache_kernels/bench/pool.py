@@ -120,6 +120,12 @@ class BenchPool:
             pages * case.page_bytes,
         )
 
+    def one_page(self, page_size: int) -> BenchPool:
+        """Return the same pool with an operation over its first page alone."""
+        slots = self.host_indices.numel()
+        indices = self.host_indices[:page_size].clone(), self.device_indices[:page_size].clone()
+        return BenchPool(self.transfer, *indices, self.bytes * page_size // slots)
+
 
 def host_pages(pattern: Pattern, pages: int) -> torch.Tensor:
     """Order of ``pages`` host pages in a pattern, int64."""

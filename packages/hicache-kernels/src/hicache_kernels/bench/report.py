@@ -21,7 +21,7 @@ from ..spec import TRANSFER_MODULES, module_device_type
 from ..staging import Direction, StagingRing
 from ..validation import whole
 from .builds import cold_build_seconds
-from .cases import SHAPES, Case, Pattern, Shape, disturbing_cases, pool_of
+from .cases import SHAPES, Case, Pattern, Shape, disturbing_cases, pool_of, small_cases
 from .interference import Disturbance, Duplex, disturbances, measure_duplex
 from .measure import Measurement, measure_case, plain_copy_samples
 from .pool import BenchPool, Buffers
@@ -30,6 +30,8 @@ Progress = Callable[[str], None]
 
 MAX_SLOWDOWN = 1.05
 """Plain copies around the cases of a pool, over all plain copies so far: with more, others use the machine."""
+SMALL_REPEATS = 21
+"""Measured repetitions of small operations, which take microseconds."""
 MAX_ATTEMPTS = 3
 """Measurements of a pool while others do. The CPU, whose copies are never the same, has one."""
 
@@ -62,6 +64,8 @@ class Report:
         The bandwidth grid.
     full_staging
         A staged write-back with staging memory as large as the operation.
+    small
+        Operations of one page of 16 slots, on an idle device, of shapes that were planned before.
     disturbances, duplex
         Compute during transfers; both directions at once. Empty and None on the CPU.
     """
@@ -73,6 +77,7 @@ class Report:
     cold_build_seconds: float | None = None
     cases: list[CaseResult] = field(default_factory=list)
     full_staging: CaseResult | None = None
+    small: list[CaseResult] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     duplex: Duplex | None = None
 
@@ -86,6 +91,7 @@ class Report:
         fields = json.loads(text)
         fields["constants"] = calibrate.constants_from_fields(fields["constants"])
         fields["cases"] = [_case_result(entry) for entry in fields["cases"]]
+        fields["small"] = [_case_result(entry) for entry in fields["small"]]
         if fields["full_staging"] is not None:
             fields["full_staging"] = _case_result(fields["full_staging"])
         fields["disturbances"] = [
@@ -156,7 +162,9 @@ def run_benchmark(
     # Copied between the cases too: the shares are of what the bus gave over the whole run, not in a moment of it.
     copies = {direction: plain_copy_samples(buffers, direction, repeats + 1) for direction in Direction}
     attempts = 1 if device.type == "cpu" else MAX_ATTEMPTS
+    shapes: dict[Shape, None] = {}
     for (shape, page_size, layout, _), group in itertools.groupby(cases, pool_of):
+        shapes[shape] = None
         progress(f"{shape.row_bytes} x {shape.layers}, pages of {page_size}, {layout.value}")
         report.cases += _measure_pool(list(group), buffers, constants, copies, repeats, attempts)
     plain = {direction: median(samples) for direction, samples in copies.items()}
@@ -169,6 +177,8 @@ def run_benchmark(
     ]
     progress("staging as large as the operation")
     report.full_staging = _full_staging(buffers, report, repeats)
+    progress("small operations")
+    report.small = _small_operations(shapes, buffers, report, repeats)
     if interference:
         progress("graphs next to transfers")
         report.disturbances = list(disturbances(buffers, plain, disturbing_cases(), repeats=repeats))
@@ -220,6 +230,17 @@ def _full_staging(buffers: Buffers, report: Report, repeats: int) -> CaseResult 
     pool = BenchPool.build(case, buffers, ring=ring)
     rate = report.plain_bytes_per_second[case.direction.value]
     return CaseResult(case, measure_case(case, pool, rate, repeats=repeats))
+
+
+def _small_operations(shapes: Iterable[Shape], buffers: Buffers, report: Report, repeats: int) -> list[CaseResult]:
+    """Measure operations of one page in pools of the engine shapes among those of the grid."""
+    found = []
+    for case in small_cases(shape for shape in shapes if shape in SHAPES):
+        if case.page_bytes <= buffers.size:
+            pool = BenchPool.build(case, buffers, constants=report.constants).one_page(case.page_size)
+            rate = report.plain_bytes_per_second[case.direction.value]
+            found.append(CaseResult(case, measure_case(case, pool, rate, repeats=max(repeats, SMALL_REPEATS))))
+    return found
 
 
 def _environment(device: torch.device) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..layout import HostLayout
 from ..staging import Direction
 from .builds import BUILD_CORES
-from .cases import MAX_CTAS, WIDE_SHARE_BYTES, Case, Pattern
+from .cases import MAX_CTAS, SMALL_PAGE_SIZE, WIDE_SHARE_BYTES, Case, Pattern
 from .measure import Measurement
 from .report import CaseResult, Report
 
@@ -98,6 +98,7 @@ def evaluate_targets(report: Report) -> tuple[Target, ...]:
         _target("direct D2H, at most 8 CTAs: bandwidth", 0.93, _figures(cases, to_host, _ratio)),
         _target("direct H2D, at most 8 CTAs: bandwidth", 0.91, _figures(cases, to_device, _ratio)),
         *_load_targets(cases),
+        *_small_targets(report.small),
         *_overlap_targets(report),
         auto_target(cases),
         *_build_targets(report),
@@ -154,6 +155,19 @@ def _load_targets(cases: Sequence[CaseResult]) -> Iterator[Target]:
     yield _target(f"{name}, runs of 16: caller busy, ms", 3.0, busy, at_least=False)
     rest = _figures(cases, other, _ratio)
     yield _target("auto load-back, everything else, layer by layer: bandwidth", 0.88, rest)
+
+
+def _small_targets(small: Sequence[CaseResult]) -> Iterator[Target]:
+    for direction, name, caller, idle in (
+        (Direction.WRITE_BACK, "write-back", 40.0, 80.0),
+        (Direction.LOAD, "load-back", 60.0, 130.0),
+    ):
+        found = [(result.measurement, describe(result.case)) for result in small if result.case.direction is direction]
+        what = f"{name} of one page of {SMALL_PAGE_SIZE} slots"
+        busy = ((measurement.submit_seconds * 1e6, where) for measurement, where in found)
+        yield _target(f"{what}: caller busy, us", caller, busy, at_least=False)
+        whole = ((measurement.idle_seconds * 1e6, where) for measurement, where in found)
+        yield _target(f"{what}: from the call, us", idle, whole, at_least=False)
 
 
 def _overlap_targets(report: Report) -> Iterator[Target]:
