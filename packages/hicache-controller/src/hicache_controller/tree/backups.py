@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
@@ -14,11 +15,10 @@ from .keys import KEY_BYTES, key_list
 from .node import Held, Operation, TreeNode, WindowPart, joined
 from .pools import Pools
 from .presence import Run, StoragePresence
-from .radix_tree import RadixTree
 from .results import Prefetching
 
 _MIN_CLEANUP = 4096
-"""Removed keys, or nodes to store again, below which neither is cleaned up."""
+"""Removed keys below which they are not cleaned up."""
 
 
 class Backups:
@@ -41,8 +41,8 @@ class Backups:
         What storage has.
     """
 
-    def __init__(self, tree: RadixTree, pools: Pools, clock: Callable[[], float]) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._anchor = pools.anchor
         self.running: dict[int, Operation] = {}
@@ -51,8 +51,7 @@ class Backups:
         self._running_pages = 0
         self._storage_changes = pools.controller.storage.changes
         self._pause = Backoff(clock)
-        self._waiting: deque[TreeNode] = deque()
-        self._clean_up_at = _MIN_CLEANUP
+        self._to_store = pools.to_store
         pools.controller.storage.follow_removals(self.presence.note_removed)
 
     # One node
@@ -62,9 +61,16 @@ class Backups:
         if not self._pools.controller.has_storage:
             return
         if not self._storage_answers():
-            self._store_later(node)
+            self._to_store.setdefault(node)
             return
-        for above in reversed(list(node.path())):
+        # What is above one that storage has or is being given was stored before; what of that has failed is stored
+        # again when it is used.
+        nodes = [node]
+        for above in islice(node.path(), 1, None):
+            if above.stored or above.backup is not None:
+                break
+            nodes.append(above)
+        for above in reversed(nodes):
             self._note_removed()
             if self._is_to_store(above):
                 self._start(above)
@@ -140,7 +146,7 @@ class Backups:
                 continue
             if operation.failed:  # it went to a storage that is gone
                 self._finish(operation, 0, Counter())
-                self._store_later(operation.nodes[0])
+                self._to_store.setdefault(operation.nodes[0])
                 continue
             if good and ack.stored_pages == operation.pages:
                 self._pause.succeeded()
@@ -208,33 +214,19 @@ class Backups:
             return
         for above in node.path():
             if self._is_to_store(above):
-                self._store_later(above)
+                self._to_store.setdefault(above)
                 return
-
-    def _store_later(self, node: TreeNode) -> None:
-        if node.waits_for_storage:
-            return
-        if len(self._waiting) >= self._clean_up_at:
-            for each in self._waiting:
-                if each.host is None:
-                    each.waits_for_storage = False
-            self._waiting = deque(each for each in self._waiting if each.waits_for_storage)
-            self._clean_up_at = max(_MIN_CLEANUP, 2 * len(self._waiting))
-        node.waits_for_storage = True
-        self._waiting.append(node)
 
     def _store_waiting(self) -> None:
         """Store the queued nodes, as long as the storage answers and its own queue is short."""
         limit = self._pools.controller.storage.settings.backup_queue_pages // 4
-        while self._waiting and self._pools.controller.has_storage:
-            node = self._waiting[0]
+        while self._to_store and self._pools.controller.has_storage:
+            node = next(iter(self._to_store))
             busy = bool(self.running) and (self._pause.failing or self._running_pages + node.pages > limit)
-            if node.host is not None and (busy or not self._storage_answers()):
+            if busy or not self._storage_answers():
                 return
-            self._waiting.popleft()
-            node.waits_for_storage = False
-            if node.host is not None:
-                self.store(node)
+            del self._to_store[node]
+            self.store(node)
 
     def _storage_answers(self) -> bool:
         """Return whether no rank is in the pause after a failure."""
@@ -248,7 +240,7 @@ class Backups:
     def idle(self) -> bool:
         """Whether no backup runs or waits, and storage has changed nothing."""
         known = self._pools.controller.storage.changes == self._storage_changes and not self.presence.news
-        return known and not (self.running or self._waiting or len(self.presence) > _MIN_CLEANUP)
+        return known and not (self.running or self._to_store or len(self.presence) > _MIN_CLEANUP)
 
     def follow_storage(self) -> None:
         """Notice a change of storage and what it has removed; store what is queued."""
@@ -257,7 +249,7 @@ class Backups:
         self._note_removed()
         if len(self.presence) > _MIN_CLEANUP:
             self._unmark_all_removed()
-        if self._waiting:
+        if self._to_store:
             self._store_waiting()
 
     def _note_removed(self) -> None:
@@ -283,7 +275,7 @@ class Backups:
             for held in node.holders():
                 held.stored = False
             if self._pools.controller.has_storage and self._is_to_store(node):
-                self._store_later(node)
+                self._to_store.setdefault(node)
 
     def lacks(self, held: Held) -> bool:
         """Return whether storage is known to have removed any of what a node or a window part has on the host.
@@ -332,7 +324,7 @@ class Backups:
         self.running.clear()
         self.prefetches.clear()
         self._running_pages = 0
-        self._waiting.clear()
+        self._to_store.clear()
 
     # Events
 

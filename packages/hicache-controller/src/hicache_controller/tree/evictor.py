@@ -14,7 +14,6 @@ from .node import Held, Pages, Pin, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
 from .pools import Pools
 from .queue import EvictionQueue, NamespaceUsage, TierQueues
-from .radix_tree import RadixTree
 from .results import Match
 from .transfers import Transfers
 
@@ -24,18 +23,16 @@ logger = logging.getLogger(__name__)
 class Evictor:
     """Evicts in the order of the strategy, and writes: each may need the other."""
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings
-    ) -> None:
-        self._tree = tree
-        self._order = tree.order
+    def __init__(self, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings) -> None:
+        self._tree = pools.tree
+        self._order = pools.tree.order
         self._pools = pools
         self._backups = backups
         self._transfers = transfers
         self._settings = settings
         serve, anchor, device = pools.reclaim.serve, pools.controller.host_group.anchor_entry, pools.device_allocator
         serve(anchor, self.evict_host, lambda count: self.evict_device(max(count - device.available_pages, 0)))
-        for name, pool in tree.windows.items():
+        for name, pool in pools.tree.windows.items():
             serve(pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name))
 
     @property
@@ -64,21 +61,16 @@ class Evictor:
         try:
             while freed < count:
                 missing = count - freed - sum(each.count(device=True) for each in saving)
-                held = queue.pop() if missing > 0 else None
-                if held is None:
-                    if saving:
-                        freed += self._finish_saving(queue, saving)
-                    elif not (
-                        waits
-                        and (self._transfers.release_device(windows=windows) or self._transfers.wait(backups=False))
-                    ):
-                        break
-                    continue
-                try:
-                    freed += self._evict(held, queue, saving)
-                except BaseException:
-                    queue.offer(held)
-                    raise
+                if missing > 0 and (held := queue.pop()) is not None:
+                    try:
+                        freed += self._evict(held, queue, saving)
+                    except BaseException:
+                        queue.offer(held)
+                        raise
+                elif saving:
+                    freed += self._finish_saving(queue, saving)
+                elif not waits or not self._transfers.free_device(windows=windows):
+                    break
         finally:
             # Also if making room raised: nodes that are being saved are locked until then.
             freed += self._finish_saving(queue, saving)
@@ -332,10 +324,6 @@ class Evictor:
     # Room, on all ranks or on none: what one has no room for no other may use, or their trees would differ. What a
     # callback of the engine raises during an eviction is raised before anything is allocated.
 
-    def device_room(self) -> int:
-        """Return the device pages that are free."""
-        return self._pools.smallest(self._pools.device_allocator.available_pages)
-
     def _make_room(self, count: int, free: Callable[[], int], evict: Callable[[int], object]) -> int:
         """Evict until ``count`` pages are free, as far as possible; returns how many are."""
         room = self._pools.smallest(free())
@@ -358,10 +346,10 @@ class Evictor:
         """Allocate device pages of a windowed pool; None if there are too few."""
         alloc, give_back = self._tree.windows[name].alloc_device, partial(self._pools.free, device=True, pool=name)
         pages = self._pools.on_all_ranks(alloc(count), give_back)
-        if pages is None and self.evict_window_device(name, count):
-            self._pools.calls.raise_first()
-            pages = self._pools.on_all_ranks(alloc(count), give_back)
-        return pages
+        if pages is not None or not self.evict_window_device(name, count):
+            return pages
+        self._pools.calls.raise_first()
+        return self._pools.on_all_ranks(alloc(count), give_back)
 
     def make_window_room(self, name: str, count: int) -> bool:
         """Return whether a windowed pool has room on the device, after evicting; a load that follows takes the same."""

@@ -69,8 +69,8 @@ def joined(held: Iterable[Tiered], *, device: bool) -> Pages:
     return np.concatenate(pages) if pages else NO_PAGES
 
 
-_TO_STORE, _STORED = 16, 32
-"""Bits of ``queued``, where they take no memory of their own."""
+_STORED = 32
+"""Bit of ``queued``, where it takes no memory of its own."""
 
 
 class Tiered:
@@ -119,15 +119,6 @@ class Tiered:
     @stored.setter
     def stored(self, stored: bool) -> None:
         self.queued = self.queued | _STORED if stored else self.queued & ~_STORED
-
-    @property
-    def waits_for_storage(self) -> bool:
-        """Whether it is in the queue of what is to be stored again."""
-        return bool(self.queued & _TO_STORE)
-
-    @waits_for_storage.setter
-    def waits_for_storage(self, waits: bool) -> None:
-        self.queued = self.queued | _TO_STORE if waits else self.queued & ~_TO_STORE
 
 
 @dataclass(eq=False, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -30,6 +31,8 @@ class Pools:
 
     Attributes
     ----------
+    tree
+        The nodes.
     controller
         Moves the pages.
     device_allocator
@@ -42,24 +45,27 @@ class Pools:
         Held while the tree allocates.
     anchor
         Name of the anchor's pool.
+    to_store
+        Nodes on the host that wait to be stored again, in the order in which that was found.
     """
 
     def __init__(
         self, tree: RadixTree, controller: HiCacheController, device_allocator: PageAllocator, events: Events
     ) -> None:
-        self._tree = tree
+        self.tree = tree
         self.device_allocator = device_allocator
         self.controller = controller
         self.events = events
         self.calls = tree.calls
         self.reclaim = Reclaim(controller)
         self.anchor = events.anchor
+        self.to_store: OrderedDict[TreeNode, None] = OrderedDict()
         windows = {name: pool.converter for name, pool in tree.windows.items()}
         self._converters = {self.anchor: SlotPages(tree.page_size), **windows}
 
     def add_sidecar(self, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
         """Add a pool that shares slots; see :meth:`UnifiedRadixCache.register_sidecar_pool`."""
-        if self._tree.root.children is not None:
+        if self.tree.root.children is not None:
             raise ValueError(
                 f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
                 "or after reset"
@@ -130,12 +136,14 @@ class Pools:
         """
         freed = 0
         if held.part(device=device) is not None:
-            if not device and held.waits_for_storage and not held.stored and self.controller.has_storage:
-                self.controller.storage.skipped(held.count(device=False))
+            if isinstance(held, TreeNode) and not device and held in self.to_store:
+                del self.to_store[held]
+                if not held.stored and self.controller.has_storage:
+                    self.controller.storage.skipped(held.pages)
             pool = self.events.place(held)[1]
             freed = self.free(joined([held], device=device), device=device, pool=pool)
             self._report_removed(held, device=device)
-            self._tree.clear_part(held, device=device)
+            self.tree.clear_part(held, device=device)
         if isinstance(held, TreeNode) and not held.present:
             self.remove(held)
         return freed
@@ -147,13 +155,13 @@ class Pools:
                 self.calls.call(self.drop, part, device=device)
                 if part.part(device=device) is not None:  # the engine did not take its pages back
                     self._report_removed(part, device=device)
-                    self._tree.clear_part(part, device=device)
+                    self.tree.clear_part(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
     def free_all(self) -> None:
         """Report that every node leaves, and free its device pages; the controller's reset frees host pages."""
-        for node in reversed(list(self._tree.nodes())):
+        for node in reversed(list(self.tree.nodes())):
             for held in node.holders():
                 for device in (True, False):
                     self._report_removed(held, device=device)
@@ -188,7 +196,7 @@ class Pools:
             if part is None:
                 part = WindowPart(above, name)
                 above.windows = (*above.windows, part)
-            part.last_access = self._tree.order.tick
+            part.last_access = self.tree.order.tick
             kept = before = part.count(device=device)
             if part.load is not None or (part.write is not None and not device):
                 # What moves now counts when it has arrived, so none of the given pages are needed.
@@ -198,8 +206,8 @@ class Pools:
                 self.calls.call(self.free, mine[fresh:], device=device, pool=name)
             if fresh:
                 # Those that it has keep their places and their pins.
-                self._tree.set_part(part, np.concatenate((mine[:fresh], joined([part], device=device))), device=device)
+                self.tree.set_part(part, np.concatenate((mine[:fresh], joined([part], device=device))), device=device)
                 self.events.held(Change.STORED, part, device=device, skip=before)
-            self._tree.remove_empty(part)
+            self.tree.remove_empty(part)
             parts.append(part)
         return parts

@@ -15,15 +15,14 @@ from .events import Change
 from .evictor import Evictor
 from .node import NO_SLOTS, Pages, TreeNode, WindowPart
 from .pools import Pools
-from .radix_tree import RadixTree
 from .results import Match, Prefetching
 
 
 class Prefetches:
     """Starts prefetches, and gives what they bring to nodes."""
 
-    def __init__(self, tree: RadixTree, pools: Pools, backups: Backups, evictor: Evictor) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, backups: Backups, evictor: Evictor) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._backups = backups
         self._evictor = evictor

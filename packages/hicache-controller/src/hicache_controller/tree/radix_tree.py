@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-from hicache_kernels.validation import whole
-
 from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
@@ -221,8 +219,10 @@ class RadixTree:
     def split(self, node: TreeNode, at: int) -> TreeNode:
         """Split a node and return the new head; the node itself stays the tail, with its locks and its id."""
         parent = node.parent
-        if parent is None:
-            raise RuntimeError("the root cannot be split")
+        if parent is None or not node.in_tree:
+            raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
+        if not 0 < at < node.pages:
+            raise ValueError(f"pages is {at}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
         head = TreeNode(self.new_id(), parent, node.keys[: at * KEY_BYTES], node.owner, parent.depth + at, node.created)
         head.hits, head.value, head.stored = node.hits, node.value, node.stored
         head.priority, head.last_access = node.priority, node.last_access
@@ -340,15 +340,6 @@ class RadixTree:
         if not self._references[node.id, device]:
             del self._references[node.id, device]
         self.unlock(node, device=device)
-
-    def checked_split(self, node: TreeNode, pages: int) -> TreeNode:
-        """Split a node for the engine."""
-        if node is self.root or not node.in_tree:
-            raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
-        pages = whole("pages", pages, least=0)
-        if not 0 < pages < node.pages:
-            raise ValueError(f"pages is {pages}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
-        return self.split(node, pages)
 
     # Matches
 

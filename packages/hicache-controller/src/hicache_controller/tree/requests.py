@@ -15,7 +15,6 @@ from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
 from .policies import TreeSettings
 from .pools import Pools
-from .radix_tree import RadixTree
 from .results import InsertResult, Match, Request
 from .transfers import Transfers
 
@@ -23,10 +22,8 @@ from .transfers import Transfers
 class Requests:
     """From the match of a request to the insert of what it has computed; loads as far as there is room and use."""
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, settings: TreeSettings
-    ) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, transfers: Transfers, evictor: Evictor, settings: TreeSettings) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
@@ -130,7 +127,7 @@ class Requests:
                 continue
             if node.parent is None:
                 return self._tree.pin_match(match, node)
-            fitting = pinned.device_pages + self._evictor.device_room()
+            fitting = pinned.device_pages + self._pools.smallest(self._pools.device_allocator.available_pages)
             if self._tree.windows or fitting >= node.depth:
                 node = self._tree.last_restorable(node.parent)
             else:

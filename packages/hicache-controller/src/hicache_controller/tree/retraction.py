@@ -9,7 +9,6 @@ from functools import partial
 from .evictor import Evictor
 from .node import NO_PAGES, Operation, Pages, PagesByPool, Pin, TreeNode
 from .pools import Pools
-from .radix_tree import RadixTree
 from .requests import Requests
 from .results import Match, Restored
 from .transfers import Transfers
@@ -32,10 +31,8 @@ class Retraction:
     the group takes the slots of all pools or none.
     """
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, requests: Requests
-    ) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, transfers: Transfers, evictor: Evictor, requests: Requests) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._transfers = transfers
         self._evictor = evictor

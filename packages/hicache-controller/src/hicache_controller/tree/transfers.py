@@ -11,7 +11,6 @@ from .components import trailing
 from .events import Change
 from .node import Held, Operation, PagesByPool, TreeNode, WindowPart, joined
 from .pools import Pools
-from .radix_tree import RadixTree
 
 
 class Transfers:
@@ -23,8 +22,8 @@ class Transfers:
         Under way, by id.
     """
 
-    def __init__(self, tree: RadixTree, pools: Pools, backups: Backups) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, backups: Backups) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._backups = backups
         self.writes: dict[int, Operation] = {}
@@ -104,6 +103,10 @@ class Transfers:
             if operation.nodes:
                 self._tree.unlock(operation.nodes[0], device=True)
         return bool(held)
+
+    def free_device(self, *, windows: bool) -> bool:
+        """Unlock device parts as :meth:`release_device`, or wait for one transfer; False if there is nothing to do."""
+        return self.release_device(windows=windows) or self.wait(backups=False)
 
     # Ends
 
