@@ -95,10 +95,6 @@ class WindowPool:
         slots = self.entry.device_alloc_fn(pages * self.converter.page_size)
         return None if slots is None else self.converter.pages(slots.cpu())
 
-    def free_host_pages(self) -> int:
-        """Return the number of free host pages."""
-        return int(self.entry.host_pool.available_size()) // self.converter.page_size
-
 
 def _may_leave(part: WindowPart, *, device: bool) -> bool:
     return part.part(device=device) is not None and not (part.pins and part.pin_count(device=device))

@@ -358,21 +358,24 @@ class Evictor:
             self._pools.free(pages, device=True, pool=name)
         return pages is not None
 
+    def make_room(self, pool: str, count: int) -> bool:
+        """Return whether the anchor or a windowed pool has room on the device, after evicting."""
+        return self.make_window_room(pool, count) if pool in self._tree.windows else self.make_device_room(count)
+
+    def make_host_room(self, pool: str, count: int) -> int:
+        """Evict until a pool has ``count`` free host pages, as far as possible; returns how many it has."""
+        evict = partial(self.evict_window_host, pool) if pool in self._tree.windows else self.evict_host
+        return self._make_room(count, partial(self._pools.free_host_pages, pool), evict)
+
     def alloc_host(self, count: int) -> torch.Tensor | None:
         """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
-        pool = self._pools.controller.mem_pool_host
-        room = self._make_room(count, lambda: pool.available_size() // self._tree.page_size, self.evict_host)
-        count = min(count, room)
+        count = min(count, self.make_host_room(self._pools.anchor, count))
         with self._pools.reclaim.held():
-            return pool.alloc(count * self._tree.page_size) if count else None
-
-    def make_window_host_room(self, name: str, count: int) -> None:
-        """Evict until a windowed pool has ``count`` free host pages, as far as possible."""
-        self._make_room(count, self._tree.windows[name].free_host_pages, partial(self.evict_window_host, name))
+            return self._pools.controller.mem_pool_host.alloc(count * self._tree.page_size) if count else None
 
     def alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
         """Take host slots of a windowed pool; None if there are too few."""
-        self.make_window_host_room(name, count)
+        self.make_host_room(name, count)
         with self._pools.reclaim.held():
             slots = self._pools.controller.host_group.alloc(count * self._tree.windows[name].converter.page_size, name)
         return self._pools.on_all_ranks(slots, partial(self._pools.controller.evict_host, pool=name))

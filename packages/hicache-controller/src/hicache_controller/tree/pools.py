@@ -127,6 +127,10 @@ class Pools:
             if transfer.host_indices is not None:
                 self.controller.evict_host(transfer.host_indices, pool=transfer.name)
 
+    def free_host_pages(self, pool: str) -> int:
+        """Return how many host pages of a pool are free."""
+        return self.controller.host_group.available_size(pool) // self._converters[pool].page_size
+
     # Nodes
 
     def drop(self, held: Held, *, device: bool) -> int:
