@@ -89,7 +89,10 @@ class Backups:
         for part in node.windows:
             if _is_unstored(part):
                 operation.host_pin.hold(part)
-                slots, last = self._pools.slots(joined([part], device=False), part.name), keys[-part.on_host :]
+                slots, last = (
+                    self._pools.slots(joined([part], device=False), part.name),
+                    keys[-part.count(device=False) :],
+                )
                 transfers.append(trailing(part.name, slots, keys=last))
                 self.presence.storing(part.name, last)
         parents: list[bytes | None] = [node.key_before(0), *keys[:-1]]
@@ -313,7 +316,7 @@ class Backups:
         for part in parts:
             came = min(pages, part.node.pages)
             pages -= came
-            if part.host is not None and part.write is None and part.on_host <= came:
+            if part.host is not None and part.write is None and part.count(device=False) <= came:
                 part.stored = not self.lacks(part)
             self.report_stored(part.node, part.name, came)
 

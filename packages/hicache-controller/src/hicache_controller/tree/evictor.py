@@ -35,11 +35,6 @@ class Evictor:
         for name, pool in pools.tree.windows.items():
             serve(pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name))
 
-    @property
-    def _writes_back(self) -> bool:
-        """Whether what leaves the device is written to the host first."""
-        return self._settings.write_policy is WritePolicy.WRITE_BACK
-
     # The device
 
     def evict_device(self, count: int) -> int:
@@ -80,14 +75,14 @@ class Evictor:
         """Evict something from the device, or add it to ``saving``; returns how many pages are free now."""
         if isinstance(held, WindowPart):
             if not self.write_window(held):
-                return self._drop_device(held)
+                return self._pools.drop(held, device=True)
             saving.append(held)
             return 0
         self._order.evicted_value = held.value
-        if held.host is not None or not self._writes_back:
+        if held.host is not None or self._settings.write_policy is not WritePolicy.WRITE_BACK:
             self._save_windows(held)
             # Saving may have waited for a load above it that failed, and took the node off the device.
-            return self._drop_device(held)
+            return self._pools.drop(held, device=True)
         if self.write_node(held):
             # Its new host part must outlast the device part, or saving one node could undo another's.
             self._tree.lock(held, device=False)
@@ -97,11 +92,11 @@ class Evictor:
         if saving and (saved := self._finish_saving(queue, saving)):
             queue.offer(held)
             return saved
-        return self._drop_device(held)
+        return self._pools.drop(held, device=True)
 
     def _save_windows(self, node: TreeNode) -> None:
         """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
-        if self._writes_back:
+        if self._settings.write_policy is WritePolicy.WRITE_BACK:
             for part in node.windows:
                 self.write_window(part)
 
@@ -114,7 +109,7 @@ class Evictor:
             for held in saving:
                 # One whose write has failed by now is dropped as it is, or it would be tried again without end.
                 if queue.evictable(held):
-                    freed += self._drop_device(held)
+                    freed += self._pools.drop(held, device=True)
         finally:
             for held in saving:
                 queue.offer(held)
@@ -122,12 +117,6 @@ class Evictor:
                     self._tree.unlock(held, device=False)
             saving.clear()
         return freed
-
-    def _drop_device(self, held: Held) -> int:
-        pages = held.count(device=True)
-        if pages:
-            self._pools.drop(held, device=True)
-        return pages
 
     # The host
 
@@ -302,14 +291,14 @@ class Evictor:
 
     def write_window(self, part: WindowPart) -> bool:
         """Queue a part to be written to the host; False if that has it all, or has no room."""
-        if part.device is None or part.on_host >= part.on_device or part.pin_count(device=False):
+        if part.device is None or part.count(device=False) >= part.count(device=True) or part.pin_count(device=False):
             return False
         self._pools.drop(part, device=False)
         pin = Pin(device=True)
         pin.hold(part)
         try:
             move = partial(self._transfers.move, (), {part.name: [part]}, device=False)
-            return move() or (self.evict_window_host(part.name, part.on_device) > 0 and move())
+            return move() or (self.evict_window_host(part.name, part.count(device=True)) > 0 and move())
         finally:
             self._tree.unpin(pin)
 

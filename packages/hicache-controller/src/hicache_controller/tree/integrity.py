@@ -90,7 +90,7 @@ def sizes(tree: RadixTree) -> TreeStats:
 def window_sizes(tree: RadixTree, pool: str) -> WindowStats:
     """Return the size of a windowed pool in a tree."""
     parts = [part for node in tree.nodes() if (part := node.window(pool)) is not None]
-    return WindowStats(sum(part.on_device for part in parts), sum(part.on_host for part in parts))
+    return WindowStats(sum(part.count(device=True) for part in parts), sum(part.count(device=False) for part in parts))
 
 
 def draw(tree: RadixTree) -> str:

@@ -218,17 +218,7 @@ class WindowPart(Tiered):
     @property
     def covered(self) -> int:
         """Last pages of the node that are there on some side."""
-        return max(self.on_device, self.on_host)
-
-    @property
-    def on_device(self) -> int:
-        """Last pages of the node that are there on the device."""
-        return packed_count(self.device)
-
-    @property
-    def on_host(self) -> int:
-        """Last pages of the node that are there on the host."""
-        return packed_count(self.host)
+        return max(packed_count(self.device), packed_count(self.host))
 
     def pin_count(self, *, device: bool) -> int:
         """Return how many pins keep its pages on the device, or on the host."""

@@ -138,16 +138,16 @@ class Pools:
 
         A node that is in no other tier leaves the tree.
         """
-        freed = 0
-        if held.part(device=device) is not None:
-            if isinstance(held, TreeNode) and not device and held in self.to_store:
-                del self.to_store[held]
-                if not held.stored and self.controller.has_storage:
-                    self.controller.storage.skipped(held.pages)
-            pool = self.events.place(held)[1]
-            freed = self.free(joined([held], device=device), device=device, pool=pool)
-            self._report_removed(held, device=device)
-            self.tree.clear_part(held, device=device)
+        if held.part(device=device) is None:
+            return 0
+        if isinstance(held, TreeNode) and not device and held in self.to_store:
+            del self.to_store[held]
+            if not held.stored and self.controller.has_storage:
+                self.controller.storage.skipped(held.pages)
+        pool = self.events.place(held)[1]
+        freed = self.free(joined([held], device=device), device=device, pool=pool)
+        self._report_removed(held, device=device)
+        self.tree.clear_part(held, device=device)
         if isinstance(held, TreeNode) and not held.present:
             self.remove(held)
         return freed

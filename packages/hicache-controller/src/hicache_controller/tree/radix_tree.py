@@ -175,7 +175,9 @@ class RadixTree:
         if node.device is None or not node.in_tree:
             return False
         parts = [self.needed(node, name) for name in self.windows]
-        return all(mine is not None and all(part.on_device >= needed for part, needed in mine) for mine in parts)
+        return all(
+            mine is not None and all(part.count(device=True) >= needed for part, needed in mine) for mine in parts
+        )
 
     def all_needed(self, node: TreeNode) -> Iterator[Needed]:
         """Yield what a prefix ending with ``node`` needs in those windowed pools that have all of it."""
@@ -254,10 +256,10 @@ class RadixTree:
             return
         upper = WindowPart(head, part.name, write=part.write, load=part.load, last_access=part.last_access)
         upper.stored = part.stored
-        if part.device is not None and part.on_device > tail_pages:
-            upper.device, part.device = cut(part.device, part.on_device - tail_pages)
-        if part.host is not None and part.on_host > tail_pages:
-            upper.host, part.host = cut(part.host, part.on_host - tail_pages)
+        if part.device is not None and part.count(device=True) > tail_pages:
+            upper.device, part.device = cut(part.device, part.count(device=True) - tail_pages)
+        if part.host is not None and part.count(device=False) > tail_pages:
+            upper.host, part.host = cut(part.host, part.count(device=False) - tail_pages)
         for pin in part.pins:
             if upper.part(device=pin.device) is not None:
                 pin.hold(upper)
@@ -351,7 +353,7 @@ class RadixTree:
         # Each part of a windowed pool is pinned on the device if all that is needed of it is there.
         on_device, on_host, hosted = Pin(device=True), Pin(device=False), node.depth - above.depth
         for part, needed in self.all_needed(node):
-            (on_device if part.on_device >= needed else on_host).hold(part)
+            (on_device if part.count(device=True) >= needed else on_host).hold(part)
         of_request = request.keys, request.owner, request.priority, request.tokens
         match = Match(*of_request, above.depth, hosted, above, node, on_device, on_host)
         self.lock(above, device=True)

@@ -64,9 +64,9 @@ class Requests:
         """Return the device pages of a window; see :meth:`UnifiedRadixCache.window_page_numbers`."""
         found = []
         for part, needed in self._tree.needed(match.node, name) or ():
-            if part.on_device < needed:
+            if part.count(device=True) < needed:
                 raise ValueError(f"the match has pages of {name} on the host; load_back must come first")
-            found.append(joined([part], device=True)[part.on_device - needed :])
+            found.append(joined([part], device=True)[part.count(device=True) - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
     # Loads
@@ -152,7 +152,7 @@ class Requests:
                 if part.device is not None and part.pin_count(device=True):
                     return False
                 self._pools.drop(part, device=True)
-            if not self._evictor.make_window_room(name, sum(part.on_host for part in mine)):
+            if not self._evictor.make_window_room(name, sum(part.count(device=False) for part in mine)):
                 return False
         return True
 

@@ -113,7 +113,7 @@ class Retraction:
     def _pin_windows(self, node: TreeNode, pin: Pin) -> bool:
         """Pin on the host what the prefix needs of windowed pools, after writing it if needed."""
         for part, needed in self._tree.all_needed(node):
-            if part.on_host < needed and not self._evictor.write_window(part):
+            if part.count(device=False) < needed and not self._evictor.write_window(part):
                 return False
             pin.hold(part)
         while any(part.write is not None for part in pin.parts):
