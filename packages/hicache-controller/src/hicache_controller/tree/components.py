@@ -84,10 +84,6 @@ class WindowPool:
         self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(1, window_rank, partial(_may_leave, device=True))
         self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(2, window_rank, partial(_may_leave, device=False))
 
-    def offer(self, part: WindowPart) -> None:
-        """Queue the sides of a part that may be evicted."""
-        self.host_queue.offer(part, self.device_queue.offer(part))
-
     def alloc_device(self, pages: int) -> Pages | None:
         """Allocate device pages; None if too few are free."""
         if self.entry.device_alloc_fn is None:

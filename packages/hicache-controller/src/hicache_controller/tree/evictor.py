@@ -130,18 +130,13 @@ class Evictor:
         return self._evict_host(self._tree.windows[name].host_queue, count, partial(self._backups.give_up_window, name))
 
     def _evict_host(
-        self,
-        queue: EvictionQueue[Any],
-        count: int,
-        give_up: Callable[[], bool] | None = None,
-        *,
-        counts_room: bool = True,
+        self, queue: EvictionQueue[Any], count: int, give_up: Callable[[], bool] | None = None, *, by_room: bool = True
     ) -> int:
         """Let nodes or window parts leave the host.
 
         Where nothing else may leave, it waits for transfers, and for storage. Once that had its time, ``give_up`` lets
         go of what one backup keeps, without another wait, and returns whether there was one. Without ``give_up``,
-        nothing is waited for.
+        nothing is waited for. With ``by_room``, what storage still reads does not count: it is not free yet.
         """
         self._tree.expire()
         freed, waits, gave_up = 0, give_up is not None, False
@@ -165,8 +160,8 @@ class Evictor:
             except BaseException:
                 queue.offer(held)
                 raise
-            # What storage still reads is not free yet, and ranks' storages read different pages.
-            freed += self._pools.smallest(room) if gave_up and counts_room else pages
+            # Ranks' storages may still read different pages.
+            freed += self._pools.smallest(room) if gave_up and by_room else pages
         return freed
 
     def _give_up_first(self, queues: TierQueues) -> bool:
@@ -286,7 +281,7 @@ class Evictor:
         if missing > 0 and node.pages <= limit:
             # A quota counts nodes, whether or not their pages are free yet.
             give_up = partial(self._give_up_first, usage.queues)
-            self._evict_host(usage.queues.host, missing, give_up, counts_room=False)
+            self._evict_host(usage.queues.host, missing, give_up, by_room=False)
         return usage.host_pages + node.pages <= limit
 
     def write_window(self, part: WindowPart) -> bool:

@@ -81,7 +81,8 @@ class EvictionOrder:
     def offer_windows(self, parts: Iterable[WindowPart]) -> None:
         """Queue the sides of window parts that may be evicted."""
         for part in parts:
-            self.windows[part.name].offer(part)
+            pool = self.windows[part.name]
+            pool.host_queue.offer(part, pool.device_queue.offer(part))
 
     def all_queues(self) -> Iterator[EvictionQueue[Any]]:
         """Yield every queue, except those of namespaces."""

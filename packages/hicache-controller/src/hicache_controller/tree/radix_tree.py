@@ -304,19 +304,16 @@ class RadixTree:
 
     # Locks
 
-    def lock(self, node: TreeNode, *, device: bool) -> None:
+    def lock(self, node: TreeNode, *, device: bool, change: int = 1) -> None:
         """Keep a node's part in a tier, and with it the node's prefix."""
         if device:
-            node.device_lock += 1
+            node.device_lock += change
         else:
-            node.host_lock += 1
+            node.host_lock += change
 
     def unlock(self, node: TreeNode, *, device: bool) -> None:
         """Undo one :meth:`lock`."""
-        if device:
-            node.device_lock -= 1
-        else:
-            node.host_lock -= 1
+        self.lock(node, device=device, change=-1)
         self.order.offer(node, device=device)
 
     def unpin(self, *pins: Pin) -> None:
