@@ -74,20 +74,27 @@ def loss_table(report: Report) -> str:
     alone = {result.case: result.measurement for result in report.cases}
     rows = []
     for case in dict.fromkeys(case for case, _ in found):
-        beside = {workload: found[case, workload] for workload in ("prefill", "decode")}
-        path = beside["decode"].path
+        during = {workload: found[case, workload] for workload in ("prefill", "decode")}
+        path = during["decode"].path
         idle = alone.get(case)
         shape = f"{case.shape.row_bytes} x {case.shape.layers}, page {case.page_size}"
         rows.append([
             f"{shape}, {case.pattern.value}, {case.layout.value}",
             way_name(case.policy, case.block_quota) + (f" ({path})" if case.policy == "auto" else ""),
             "" if idle is None else f"{idle.ratio:.2f}",
-            f"{beside['prefill'].of_plain:.2f}",
-            f"{beside['decode'].slowdown:.2f}",
-            f"{beside['decode'].ratio:.2f}",
+            f"{during['prefill'].of_plain:.2f}",
+            f"{during['decode'].slowdown:.2f}",
+            f"{during['decode'].ratio:.2f}",
             "" if idle is None else f"{idle.submit_seconds * 1e3:.2f}",
         ])  # fmt: skip
-    head = ("pool", "transfer", "alone", "prefill, of a plain copy's", "decode, of its time alone", "bus beside decode")
+    head = (
+        "pool",
+        "transfer",
+        "alone",
+        "prefill, of a plain copy's",
+        "decode, of its time alone",
+        "bus next to decode",
+    )
     return table((*head, "caller, ms"), rows)
 
 

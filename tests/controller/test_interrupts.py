@@ -216,6 +216,34 @@ def test_an_interrupt_at_any_line_of_an_inline_load_loses_nothing(make_stack, mo
     assert stack.used() == (0, 0)
 
 
+def test_an_interrupt_while_device_slots_wait_for_a_transfer_comes_once_they_are_free(make_stack, monkeypatch):
+    stack = make_stack()
+    controller, gate = stack.controller, stack.host_pool.write_gate
+    gate.close()
+    device = stack.alloc(2)
+    rows, host = stack.compute(device), controller.write(device, node_id=1)
+    controller.start_writing()
+    gate.wait_entered()
+    predecessors = controller.engine.predecessors
+
+    def interrupted(uses):
+        found = predecessors(uses)
+        assert found.events
+        os.kill(os.getpid(), signal.SIGINT)
+        gate.open()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller.engine, "predecessors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            controller.evict_device(device)
+    (ack,) = controller.poll_writes(wait=True)
+    assert ack.error is None
+    assert stack.same(stack.loaded(host), rows)
+    controller.evict_host(host)
+    assert stack.used() == (0, 0)
+
+
 def test_what_an_interrupted_engine_has_begun_to_move_stays_in_flight(make_stack, monkeypatch, interrupted_at):
     monkeypatch.setattr(CpuDevice, "moves_on_cpu", lambda *_: False)
     stack = make_stack()

@@ -54,11 +54,11 @@ def test_driver_older_than_the_toolkit_is_a_reason(monkeypatch: pytest.MonkeyPat
             return 0
 
     monkeypatch.setattr(probe.ctypes, "CDLL", Driver)
-    probe.check_driver(12)
+    probe.check_driver(12, "nvcc")
     with pytest.raises(
-        compilers.BuildError, match="driver supports CUDA 12, the module is of CUDA 13, which needs driver 580"
+        compilers.BuildError, match=r"^nvcc is of CUDA 13, which needs driver 580; the driver here supports CUDA 12\.4:"
     ):
-        probe.check_driver(13)
+        probe.check_driver(13, "nvcc")
 
 
 def test_toolkit_called_by_a_wrapper_on_the_path_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 import dataclasses
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from hicache_kernels import DeviceRows, HostLayout, HostRows, Plane, PlaneTransfer, host_strides, losses
 from hicache_kernels.calibrate import CTAS, wrong_figure
 from hicache_kernels.constants import H200, Compute, DeviceConstants, ModelLoss
-from hicache_kernels.losses import MAX_SPREAD, PLAIN, Mover, with_losses
+from hicache_kernels.losses import MAX_SPREAD, PLAIN, GraphTimes, Mover, with_losses
 from hicache_kernels.staging import Direction
 
 BLANK = dataclasses.replace(
@@ -116,3 +119,43 @@ def test_plain_copies_that_differ_are_a_device_that_others_use(compute: Compute)
     turns = iter([1e-3, MAX_SPREAD * 1.01e-3, 1e-3] * 10)
     with pytest.raises(RuntimeError, match=rf"a {compute} graph .* 1.000 to 1.212 ms: others use the device"):
         with_losses(BLANK, lambda what, mover: next(turns) if what is compute and mover.policy == PLAIN else 1e-3, CTAS)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(("policy", "ctas"), [(PLAIN, None), ("staged", None), ("direct", 1), ("direct", 8)])
+def test_each_mover_moves_all_bytes_next_to_the_graph_of_what_is_computed(
+    monkeypatch: pytest.MonkeyPatch, direction: Direction, policy: str, ctas: int | None
+) -> None:
+    names = {"prefill": SimpleNamespace(name="prefill", graph="p"), "decode": SimpleNamespace(name="decode", graph="d")}
+    monkeypatch.setattr(losses, "workloads", lambda *_, **__: tuple(names.values()))
+    monkeypatch.setattr(losses, "Transfers", lambda _, move, count: [move] * count)
+    pages, page_size, layers, row_bytes = 6, 2, 3, 64
+    host, rows = (torch.randint(0, 256, (pages * page_size * layers * row_bytes,), dtype=torch.uint8) for _ in range(2))
+    (strides,) = host_strides(
+        HostLayout.PAGE_FIRST_DIRECT, [row_bytes], layers=layers, pages=pages, page_size=page_size
+    )
+    device = DeviceRows.slot_major(list(rows.view(layers, pages * page_size, row_bytes)))
+    plane = Plane("rows", row_bytes, device, HostRows(host, strides, pages, page_size))
+    times = GraphTimes(PlaneTransfer([plane], constants=H200), host, rows)
+    source, target = (rows, host) if direction is Direction.WRITE_BACK else (host, rows)
+    before = source.clone()
+    seen = []
+
+    def replay(graph: str, *_: object) -> float:
+        seen.append(graph)
+        expected = before
+        if policy != PLAIN:
+            page_first = before.view(pages, layers, page_size * row_bytes)
+            expected = page_first.transpose(0, 1).reshape(-1)
+            if direction is Direction.WRITE_BACK:
+                expected = before.view(layers, pages, page_size * row_bytes).transpose(0, 1).reshape(-1)
+        assert torch.equal(target, expected)
+        assert torch.equal(source, before)
+        return 0.125
+
+    monkeypatch.setattr(losses, "replay_seconds", replay)
+    for compute, graph in ((Compute.PREFILL, "p"), (Compute.DECODE, "d")):
+        target.random_(0, 256)
+        assert times.seconds(compute, Mover(direction, policy, ctas)) == 0.125
+        assert seen.pop() == graph

@@ -23,6 +23,7 @@ from hicache_kernels.staged_cost import (
     copy_sizes,
     layer_groups,
     least_staged_load_cost,
+    least_staged_write_back_cost,
     moved_before,
     staged_load_plan,
 )
@@ -113,36 +114,59 @@ small_works = st.builds(
 ).filter(lambda work: work.bytes < MIN_AHEAD_BYTES)
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(
+    work=small_works,
+    runs=st.integers(1, 64),
+    compute=st.sampled_from([None, "idle", "decode", "prefill"]),
+    constants=st.sampled_from([H200, CONSTANTS, CPU]),
+    layer_by_layer=st.booleans(),
+)
+def test_small_operations_are_planned_without_a_search_as_a_search_would_plan_them(
+    planner, work: Work, runs: int, compute: str | None, constants: DeviceConstants, layer_by_layer: bool
+) -> None:
+    options = {"constants": constants, "compute": compute}
+    if planner is plan_load:
+        options["layer_by_layer"] = layer_by_layer
+    auto = planner(work, **options)
+    staged, direct = (planner(work, policy=policy, **options) for policy in ("staged", "direct"))
+    expected = staged if staged.cost <= direct.cost else direct
+    assert dataclasses.replace(auto, reason="", any_runs=False) == dataclasses.replace(expected, reason="")
+    if auto.any_runs:
+        assert planner(dataclasses.replace(work, runs=min(runs, work.pages)), **options) == auto
+
+
 @given(
     work=small_works,
     compute=st.sampled_from([None, "idle", "decode", "prefill"]),
     constants=st.sampled_from([H200, CONSTANTS, CPU]),
     layer_by_layer=st.booleans(),
 )
-def test_small_loads_are_planned_without_a_search_as_a_search_would_plan_them(
+def test_no_staged_operation_costs_less_than_what_a_plan_without_a_search_goes_by(
     work: Work, compute: str | None, constants: DeviceConstants, layer_by_layer: bool
 ) -> None:
-    options = {"constants": constants, "compute": compute, "layer_by_layer": layer_by_layer}
-    auto = plan_load(work, **options)
-    staged, direct = (plan_load(work, policy=policy, **options) for policy in ("staged", "direct"))
-    expected = staged if staged.cost <= direct.cost else direct
-    assert dataclasses.replace(auto, reason="") == dataclasses.replace(expected, reason="")
-    sizes = (1,) if layer_by_layer else copy_sizes(work, 128 << 20)
     found = None if compute is None else Compute(compute)
-    assert least_staged_load_cost(work, constants, found, sizes) <= staged.cost * (1 + 1e-9)
+    sizes = (1,) if layer_by_layer else copy_sizes(work, 128 << 20)
+    load = plan_load(work, policy="staged", constants=constants, compute=compute, layer_by_layer=layer_by_layer)
+    assert least_staged_load_cost(work, constants, found, sizes) <= load.cost * (1 + 1e-9)
+    write_back = plan_write_back(work, policy="staged", constants=constants, compute=compute)
+    weighed = Compute.IDLE if found is None else found
+    assert least_staged_write_back_cost(work, constants, weighed) <= write_back.cost * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("compute", [None, "idle", "decode", "prefill"])
-def test_one_page_is_loaded_directly_without_a_search(compute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_page_is_moved_directly_without_a_search(compute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "staged_load_plan", lambda *_, **__: pytest.fail("a search"))
+    monkeypatch.setattr(planner, "staged_write_back_seconds", lambda *_, **__: pytest.fail("a search"))
     for row_bytes, layers, planes in ((128, 80, 2), (256, 80, 2), (1024, 28, 2), (1152, 61, 1), (2048, 32, 2)):
         page_bytes = 16 * row_bytes * layers * planes
         one = Work(HostLayout.PAGE_FIRST_DIRECT, 1, 1, page_bytes, 16, layers, planes, row_bytes)
-        found = plan_load(one, compute=compute, layer_by_layer=False)
-        assert found.path == "direct"
-        assert re.search(
-            r"1 pages of \d+ bytes in 1 runs: direct .* against staged at a cost of .* or more", found.reason
-        )
+        plans = [plan_load(one, compute=compute, layer_by_layer=False)]
+        if compute in (None, "idle"):
+            plans.append(plan_write_back(one, compute=compute))
+        for found in plans:
+            assert (found.path, found.any_runs) == ("direct", True)
+            assert re.search(r"direct .* against staged at a cost of .* or more", found.reason)
 
 
 def test_layers_of_a_load_share_an_event_only_where_it_is_over_before_as_many_could_be_queued() -> None:

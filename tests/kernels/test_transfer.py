@@ -23,6 +23,7 @@ from hicache_kernels import (
     transfer,
 )
 from hicache_kernels.checks import check_indices
+from hicache_kernels.constants import H200
 from hicache_kernels.staging import Direction, StagingRing, default_ring
 
 LAYOUTS = list(HostLayout)
@@ -431,9 +432,25 @@ def test_operations_of_one_shape_are_planned_once(pools, monkeypatch):
     for pages in ([0, 1], [4, 5], [2, 3]):
         transfer.write_back(pool.slots(pages), pool.slots(pages))
     assert len(planned) == 1
-    transfer.write_back(pool.slots([1, 4]), pool.slots([1, 4]))
+    transfer.write_back(pool.slots([0, 1]), pool.slots([0, 1]), policy="staged")
+    transfer.write_back(pool.slots([1, 4]), pool.slots([1, 4]), policy="staged")
     transfer.write_back(pool.slots([0, 1]), pool.slots([0, 1]), policy="direct")
     transfer.load(pool.slots([0, 1]), pool.slots([0, 1]))
+    assert len(planned) == 5
+
+
+def test_small_operations_are_planned_once_for_any_runs(pools, monkeypatch):
+    pool = pools.random_pool("page_first", (64,), pages=8, page_size=2)
+    transfer = PlaneTransfer(pool.planes, constants=H200)
+    planned = []
+    plan = transfer._plans._plan
+    monkeypatch.setattr(transfer._plans, "_plan", lambda *given: planned.append(given) or plan(*given))
+    for pages in ([0, 1], [1, 4], [4, 1], [6, 7]):
+        transfer.write_back(pool.slots(pages), pool.slots(pages))
+        transfer.load(pool.slots(pages), pool.slots(pages))
+    assert len(planned) == 2
+    transfer.load(pool.slots([0, 2, 4]), pool.slots([0, 2, 4]))
+    transfer.load(pool.slots([0, 2, 4]), pool.slots([0, 2, 4]), compute="decode")
     assert len(planned) == 4
 
 

@@ -1,12 +1,13 @@
 """Modules of a platform wheel: used before the cache and a build; one that does not fit is named in the log."""
 
+import ctypes
 import json
 from pathlib import Path
 
 import pytest
 from tests.kernels.workshop import Workshop, add
 
-from hicache_kernels import build
+from hicache_kernels import build, probe
 from hicache_kernels.build import NATIVE_FLAG, build_key, for_this_machine, processor_features, read_record
 from hicache_kernels.compilers import find_compiler
 from hicache_kernels.probe import ModuleLoader, warn_once
@@ -73,6 +74,31 @@ def test_a_module_of_the_wheel_that_does_not_fit_is_named_once_and_built_instead
     lines = [entry.getMessage() for entry in caplog.records if "the wheel" in entry.getMessage()]
     assert len(lines) == 1
     assert str(library) in lines[0]
+    assert workshop.compilations() == 1
+
+
+def test_a_module_newer_than_the_driver_is_named_once_with_both_and_built_instead(
+    workshop: Workshop, wheel: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        @staticmethod
+        def cuDriverGetVersion(version: object) -> int:  # noqa: N802  the driver's own name
+            version._obj.value = 12090  # type: ignore[attr-defined]
+            return 0
+
+    real = ctypes.CDLL
+    monkeypatch.setattr(
+        probe.ctypes, "CDLL", lambda name, *rest: Driver() if name == "libcuda.so.1" else real(name, *rest)
+    )
+    library = wheel / "main-cpu.so"
+    record = json.loads(library.with_suffix(".json").read_text())
+    library.with_suffix(".json").write_text(json.dumps({**record, "toolkit_major": 13}))
+    for _ in range(2):
+        modules = loader(workshop, wheel)
+        assert add(modules, 1) == 2
+        assert modules.outcome("main", "cpu").origin != "wheel"
+    (line,) = [entry.getMessage() for entry in caplog.records if "the wheel" in entry.getMessage()]
+    assert f"{library} is of CUDA 13, which needs driver 580; the driver here supports CUDA 12.9" in line
     assert workshop.compilations() == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hicache_controller.storage.memory import MemoryStorage
-from hicache_controller.tree import CacheEvent, Change, Tier, WritePolicy
+from hicache_controller.tree import CacheEvent, Change, Tier, TreeNode, WritePolicy
 
 MakeModel = Callable[..., Any]
 KeysOf = Callable[[Any], list[bytes]]
@@ -348,4 +348,32 @@ def test_backup_that_is_interrupted_leaves_no_lock_and_is_made_when_the_prefix_i
     model.serve((1, 2, 3))
     model.cache.drain()
     assert model.in_storage(keys_of((1, 2, 3)), "kv", "swa", "mamba") == [3, 2, 1]
+    model.empty()
+
+
+def test_a_backup_looks_at_no_more_of_a_long_prefix_than_is_not_in_storage(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(device_pages=40, host_pages=40, storage=MemoryStorage())
+    for end in range(1, 31):
+        model.serve(range(end))
+        model.cache.drain()
+    backups = model.cache._backups
+    store, is_to_store = backups.store, backups._is_to_store
+    looked_at: list[int] = []
+
+    def note(node: TreeNode) -> bool:
+        looked_at.append(node.depth)
+        return bool(is_to_store(node))
+
+    def noted_store(node: TreeNode) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(backups, "_is_to_store", note)
+            store(node)
+
+    monkeypatch.setattr(backups, "store", noted_store)
+    model.serve(range(31))
+    model.cache.drain()
+    assert looked_at == [31]
+    assert model.storage.stats().pages == 31
     model.empty()

@@ -241,7 +241,7 @@ def test_state_lost_in_memory_comes_from_storage_under_attention_that_stayed(
     model.cache.write_policy = WritePolicy.WRITE_THROUGH
     part = next(iter(model.cache.root.all_children())).window("mamba")
     assert part is not None
-    model.cache._pools.drop_window(part, device=True)
+    model.cache._pools.drop(part, device=True)
     assert model.lookup((1, 2, 3)) == (0, 0)
     assert model.serve((1, 2, 3)) == 3
     model.cache.check_integrity()

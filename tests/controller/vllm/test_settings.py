@@ -48,6 +48,9 @@ def test_keys_that_vllm_reads_itself_are_passed_on():
         ({"l2_gb": 1, "storage_wait_seconds": 0}, "storage_wait_seconds"),
         ({"l2_gb": 1, "offload_prompt_only": 1}, "offload_prompt_only is 1"),
         ({"l2_blocks": 0}, "l2_blocks"),
+        ({"l2_gb": 1, "min_load_tokens": 0}, "min_load_tokens"),
+        ({"l2_gb": 1, "min_load_tokens": 1.5}, "min_load_tokens"),
+        ({"l2_gb": 1, "prefill_tokens_per_second": 0}, "prefill_tokens_per_second"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(wrong, message):

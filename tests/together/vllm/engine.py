@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vllm import LLM, SamplingParams
@@ -25,9 +26,10 @@ class Answer(NamedTuple):
 
 
 class Engine:
-    """One engine; ``options`` go to :class:`vllm.LLM`."""
+    """One engine that loads hits of any length, unless ``settings`` say more; ``options`` go to :class:`vllm.LLM`."""
 
     def __init__(self, model: str, settings: VllmSettings, *, blocks: int = 96, **options: Any) -> None:
+        settings = replace(settings, min_load_tokens=settings.min_load_tokens or 1)
         config = KVTransferConfig(**kv_transfer_config(settings))
         defaults: dict[str, Any] = {
             "load_format": "dummy",

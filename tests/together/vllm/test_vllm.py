@@ -53,6 +53,25 @@ def test_a_prefix_of_another_prompt_is_found(llama: Engine) -> None:
     assert answer.cached == 256
 
 
+def test_a_hit_too_short_to_pay_is_computed_and_its_blocks_can_still_be_loaded(
+    llama: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = prompt(200, 8)
+    first = llama.generate(each)
+    llama.poison()
+    before = llama.metrics().get("vllm:hicache_too_short_blocks", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(llama.manager, "min_load_tokens", 193)
+        again = llama.generate(each)
+    assert again[0].cached == 0
+    assert llama.metrics()["vllm:hicache_too_short_blocks"] - before == 192 // BLOCK
+    llama.poison()
+    monkeypatch.setattr(llama.manager, "min_load_tokens", 192)
+    (loaded,) = llama.generate(each)
+    assert loaded.cached == 192
+    assert equal([again[0], loaded], [first[0], first[0]])
+
+
 class CheckedTransfers:
     """Compares the checksum of every block with that of the page it was copied to, and of every page likewise."""
 

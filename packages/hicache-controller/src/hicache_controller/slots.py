@@ -16,7 +16,6 @@ from hicache_pools.pool_transfer import PoolName, PoolTransfer
 from .engine_calls import EngineCalls
 from .in_flight import Access, InFlight, Pages, PageUse, PoolSide, pages_of
 from .indices import check_form, check_range, page_use, transfer_uses
-from .interrupts import interruptibly
 from .operations import CacheOperation
 from .transfer_engine import READ, WRITE, L2TransferEngine
 from .transfer_handle import source_error
@@ -136,7 +135,7 @@ class Slots:
             if writes.waiting and self.waiting_uses.users(use, READ):
                 writes.start()
             for event in self._engine.predecessors([use]).events:
-                interruptibly(event.wait)
+                event.wait()  # without interrupts: the caller has given the slots up, and nothing else would free them
         entry.device_free_fn(device_indices)
         return device_indices.numel()
 

@@ -77,8 +77,8 @@ def _measure(device: str | None, size: int, repeats: int, *, quick: bool, interf
 
     cases: tuple[Case, ...] = (*quick_grid(), *direct_grid((128, 2048)))
     if not quick:
-        beside = (case for case in disturbing_cases() if case.policy != PLAIN)
-        cases = tuple(dict.fromkeys((*grid(), *direct_grid(), *quota_grid(), *beside)))
+        disturbing = (case for case in disturbing_cases() if case.policy != PLAIN)
+        cases = tuple(dict.fromkeys((*grid(), *direct_grid(), *quota_grid(), *disturbing)))
     with errors.status("starting") as status:
         return run_benchmark(
             [case for case in cases if case.page_bytes <= size],

@@ -38,7 +38,7 @@ def checked_compute(compute: Compute | str | None) -> Compute | None:
 class ModelLoss:
     """What a model loses while bytes move: a share of its time, from 0 to 1, on top of what a plain copy takes from it.
 
-    A step that takes 1.25 times as long beside a transfer as beside a plain copy loses 0.2 of its time.
+    A step that takes 1.25 times as long next to a transfer as next to a plain copy loses 0.2 of its time.
 
     Attributes
     ----------
@@ -73,9 +73,9 @@ class DirectionConstants:
     direct_rates
         ``(ctas, bytes per second)`` pairs by rising CTAs: what the main module moves with that many.
     staged_loss
-        What a model loses beside staged transfers.
+        What a model loses next to staged transfers.
     direct_losses
-        ``(ctas, loss)`` pairs by rising CTAs: what it loses beside direct transfers of so many CTAs.
+        ``(ctas, loss)`` pairs by rising CTAs: what it loses next to direct transfers of so many CTAs.
     """
 
     copy_bytes_per_second: float
@@ -95,7 +95,7 @@ class DirectionConstants:
         return next(ctas for ctas, rate in self.direct_rates if rate >= enough)
 
     def loss(self, ctas: int) -> ModelLoss:
-        """Loss of a model beside a direct transfer of ``ctas`` CTAs: as beside the next measured number of them."""
+        """Loss of a model next to a direct transfer of ``ctas`` CTAs: as next to the next measured number of them."""
         at_least = (loss for measured, loss in self.direct_losses if measured >= ctas)
         return next(at_least, self.direct_losses[-1][1] if self.direct_losses else ModelLoss(0.0, 0.0))
 

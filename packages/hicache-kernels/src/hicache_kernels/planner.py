@@ -12,6 +12,7 @@ from .staged_cost import (
     MIN_AHEAD_BYTES,
     copy_sizes,
     least_staged_load_cost,
+    least_staged_write_back_cost,
     staged_load_plan,
     staged_write_back_seconds,
 )
@@ -82,13 +83,17 @@ def plan_write_back(
         For an unknown policy or computation, or a negative quota.
     """
     quota, found = _checked_quota(block_quota), checked_compute(compute)
-    seconds = staged_write_back_seconds(work, constants, staging_bytes)
     way = constants.write_back
     weighed = Compute.IDLE if found is None else found
-    staged = Plan(STAGED, "", seconds, 0, model_loss=way.staged_loss.during(weighed))
     direct = direct_plan(work, way, constants.launch_seconds, way.direct_rate, quota, weighed)
     if found is None and constants.has_sms:
         direct = dataclasses.replace(direct, handicap=STAGED_PREFERENCE)
+    if _is_small(work, policy, available, quota):
+        least = least_staged_write_back_cost(work, constants, weighed)
+        if direct.cost < least:
+            return _small(direct, least, work, constants, way, found)
+    seconds = staged_write_back_seconds(work, constants, staging_bytes)
+    staged = Plan(STAGED, "", seconds, 0, model_loss=way.staged_loss.during(weighed))
     plan, reason = _choose("write-back", work, staged, direct, available, policy, quota)
     return _because(plan, reason, constants, way, found)
 
@@ -115,17 +120,37 @@ def plan_load(
     rate = functools.partial(direct_load_rate, work, way) if constants.has_sms else way.direct_rate
     direct = direct_plan(work, way, launches * constants.launch_seconds, rate, quota, found)
     sizes = (1,) if layer_by_layer else copy_sizes(work, staging_bytes)
-    both = quota != 0 and (available is None or (available.direct and available.staged))
-    if policy == AUTO and both and work.bytes < MIN_AHEAD_BYTES:
+    if _is_small(work, policy, available, quota):
         least = least_staged_load_cost(work, constants, found, sizes)
         if direct.cost < least:
-            reason = f"{_shape(work)}: direct {_terms(direct)} against staged at a cost of {least * 1e3:.3f} ms or more"
-            return _because(direct, reason, constants, way, found)
+            return _small(direct, least, work, constants, way, found)
     may_go_ahead = constants.has_sms and quota != 0 and (available is None or available.direct)
     ahead = direct if may_go_ahead and not layer_by_layer else None
     staged = staged_load_plan(work, constants, staging_bytes, found, ahead, sizes)
     plan, reason = _choose("load-back", work, staged, direct, available, policy, quota)
     return _because(plan, reason, constants, way, found)
+
+
+def _is_small(work: Work, policy: str, available: Availability | None, quota: int | None) -> bool:
+    """Whether both paths are free to choose, and what staging costs at least may decide."""
+    both = quota != 0 and (available is None or (available.direct and available.staged))
+    return policy == AUTO and both and work.bytes < MIN_AHEAD_BYTES
+
+
+def _small(
+    direct: Plan,
+    least: float,
+    work: Work,
+    constants: DeviceConstants,
+    way: DirectionConstants,
+    compute: Compute | None,
+) -> Plan:
+    """Return the plan of an operation that is over before a staged one, whatever its runs."""
+    reason = (
+        f"{work.pages} pages of {work.page_bytes} bytes: direct {_terms(direct)} against staged at a cost of "
+        f"{least * 1e3:.3f} ms or more"
+    )
+    return dataclasses.replace(direct, reason=reason + _loss(direct, constants, way, compute), any_runs=True)
 
 
 def _checked_quota(block_quota: int | None) -> int | None:

@@ -29,7 +29,7 @@ def strides_layout(strides: HostStrides, page_size: int) -> HostLayout:
 
 
 class OperationPlans:
-    """Plans by the shape of the operation.
+    """Plans by the shape of the operation; small ones by their size alone, where any runs have the same plan.
 
     Parameters
     ----------
@@ -77,15 +77,18 @@ class OperationPlans:
         compute: Compute | str | None = None,
     ) -> Plan:
         """Return the plan of an operation; errors as of :func:`hicache_kernels.planner.plan_write_back`."""
-        key = (direction, pages, runs, policy, block_quota, layer_by_layer, compute)
-        known = self._known.get(key)
-        if known is not None and type(block_quota) in (int, type(None)):
-            return known
+        terms = (policy, block_quota, layer_by_layer, compute)
+        if type(block_quota) in (int, type(None)):
+            known = self._known.get((direction, pages, runs, *terms))
+            if known is None:
+                known = self._known.get((direction, pages, None, *terms))
+            if known is not None:
+                return known
         plan = self._plan(direction, pages, runs, policy, block_quota, layer_by_layer, compute)
         if self._constants is not None:
             if len(self._known) >= MAX_PLANS:
                 self._known.clear()
-            self._known[key] = plan
+            self._known[direction, pages, None if plan.any_runs else runs, *terms] = plan
         return plan
 
     def _plan(

@@ -211,7 +211,7 @@ class ModuleLoader:
         cache = cache_directory() if self._cache is None else self._cache
         caches = [cache, *(directory for directory in (boot_directory(),) if directory not in (None, cache))]
         compiler = find_compiler(spec.device_type, memory=cache)
-        check_driver(compiler.toolkit_major)
+        check_driver(compiler.toolkit_major, compiler.path)
         key = build_key(spec, compiler, archs)
         for directory in caches:
             entry = directory / key
@@ -333,15 +333,22 @@ def check_prebuilt(spec: ModuleSpec, library: Path, archs: Sequence[str]) -> Non
         raise BuildError(f"{library} was built with tvm-ffi {record.tvm_ffi_version}, here {tvm_ffi.__version__}")
     if not covers(spec.device_type, record.archs, archs):
         raise BuildError(f"{library} has code for {', '.join(record.archs)}, here {', '.join(archs)}")
-    check_driver(record.toolkit_major)
+    check_driver(record.toolkit_major, str(library))
 
 
 def _series(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-def check_driver(toolkit_major: int | None) -> None:
+def check_driver(toolkit_major: int | None, subject: str) -> None:
     """Check that the driver here, if any, runs what a CUDA toolkit of this major version builds.
+
+    Parameters
+    ----------
+    toolkit_major
+        Major version of the toolkit; None where the code is not CUDA's.
+    subject
+        Path of the library or the compiler, for the message.
 
     Raises
     ------
@@ -357,8 +364,9 @@ def check_driver(toolkit_major: int | None) -> None:
     version = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 and 0 < version.value // 1000 < toolkit_major:
         needed = f", which needs driver {MIN_DRIVERS[toolkit_major]}" if toolkit_major in MIN_DRIVERS else ""
+        supported = f"{version.value // 1000}.{version.value % 1000 // 10}"  # 12090 is CUDA 12.9
         raise BuildError(
-            f"the driver supports CUDA {version.value // 1000}, the module is of CUDA {toolkit_major}{needed}: "
+            f"{subject} is of CUDA {toolkit_major}{needed}; the driver here supports CUDA {supported}: "
             "install a newer driver, or name an older toolkit with CUDA_HOME"
         )
 

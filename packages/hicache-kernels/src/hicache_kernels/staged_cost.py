@@ -46,6 +46,13 @@ def staged_write_back_seconds(work: Work, constants: DeviceConstants, staging_by
     return 2 * constants.launch_seconds + chunk / constants.relayout_bytes_per_second + moved
 
 
+def least_staged_write_back_cost(work: Work, constants: DeviceConstants, compute: Compute | None) -> float:
+    """Cost below which no staged write-back gets, whatever its runs and its staging memory."""
+    least = 2 * constants.launch_seconds + work.page_bytes / constants.relayout_bytes_per_second
+    moved = work.bytes / constants.write_back.copy_bytes_per_second
+    return (least + moved) * (1 + constants.write_back.staged_loss.during(compute))
+
+
 @functools.lru_cache(maxsize=1024)
 def layer_groups(first: int, end: int, most: int, moved: int = 0) -> tuple[tuple[int, int, int], ...]:
     """Cut layers into stretches ``(first, end, each)`` that are moved ``each`` layers at a time.

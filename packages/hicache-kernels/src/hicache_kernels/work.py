@@ -89,6 +89,8 @@ class Plan:
         False where all layers that the copies of a load-back bring come at once, at its end.
     handicap
         Share of its time that the path must be better by to be chosen; no part of what the model loses.
+    any_runs
+        Whether operations of as many pages in any number of runs have this plan.
     """
 
     path: str
@@ -100,6 +102,7 @@ class Plan:
     direct_layers: int = 0
     in_order: bool = True
     handicap: float = 0.0
+    any_runs: bool = False
 
     @property
     def cost(self) -> float:

@@ -26,6 +26,12 @@ def vllm_config(
         str | None, typer.Option(help="Revision of the weights, where vLLM is not given one; storage needs it.")
     ] = None,
     offload_prompt_only: Annotated[bool, typer.Option(help="Keep blocks of prompts alone, not of answers.")] = False,
+    min_load_tokens: Annotated[
+        int | None, typer.Option(help="Tokens a hit must at least have to be loaded; otherwise from the model's speed.")
+    ] = None,
+    prefill_tokens_per_second: Annotated[
+        float, typer.Option(help="How fast the engine computes a prompt; says which hits are too short to load.")
+    ] = VllmSettings.prefill_tokens_per_second,
 ) -> None:
     """Print the JSON for vllm serve --kv-transfer-config."""
     try:
@@ -37,6 +43,8 @@ def vllm_config(
             storage_wait_seconds=storage_wait_seconds,
             revision=revision,
             offload_prompt_only=offload_prompt_only,
+            min_load_tokens=min_load_tokens,
+            prefill_tokens_per_second=prefill_tokens_per_second,
         )
     except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from None

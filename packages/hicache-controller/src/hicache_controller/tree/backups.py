@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from ..operations import StorageAck
 from ..storage.backoff import Backoff
@@ -11,14 +12,13 @@ from ..storage.base import ANCHOR
 from .components import trailing, window_rank
 from .events import Change, Tier
 from .keys import KEY_BYTES, key_list
-from .node import Operation, TreeNode, WindowPart, joined
+from .node import Held, Operation, TreeNode, WindowPart, joined
 from .pools import Pools
 from .presence import Run, StoragePresence
-from .radix_tree import RadixTree
 from .results import Prefetching
 
 _MIN_CLEANUP = 4096
-"""Removed keys, or nodes to store again, below which neither is cleaned up."""
+"""Removed keys below which they are not cleaned up."""
 
 
 class Backups:
@@ -41,8 +41,8 @@ class Backups:
         What storage has.
     """
 
-    def __init__(self, tree: RadixTree, pools: Pools, clock: Callable[[], float]) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, clock: Callable[[], float]) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._anchor = pools.anchor
         self.running: dict[int, Operation] = {}
@@ -51,8 +51,7 @@ class Backups:
         self._running_pages = 0
         self._storage_changes = pools.controller.storage.changes
         self._pause = Backoff(clock)
-        self._waiting: deque[TreeNode] = deque()
-        self._clean_up_at = _MIN_CLEANUP
+        self._to_store = pools.to_store
         pools.controller.storage.follow_removals(self.presence.note_removed)
 
     # One node
@@ -62,9 +61,16 @@ class Backups:
         if not self._pools.controller.has_storage:
             return
         if not self._storage_answers():
-            self._store_later(node)
+            self._to_store.setdefault(node)
             return
-        for above in reversed(list(node.path())):
+        # What is above one that storage has or is being given was stored before; what of that has failed is stored
+        # again when it is used.
+        nodes = [node]
+        for above in islice(node.path(), 1, None):
+            if above.stored or above.backup is not None:
+                break
+            nodes.append(above)
+        for above in reversed(nodes):
             self._note_removed()
             if self._is_to_store(above):
                 self._start(above)
@@ -83,7 +89,10 @@ class Backups:
         for part in node.windows:
             if _is_unstored(part):
                 operation.host_pin.hold(part)
-                slots, last = self._pools.slots(joined([part], device=False), part.name), keys[-part.on_host :]
+                slots, last = (
+                    self._pools.slots(joined([part], device=False), part.name),
+                    keys[-part.count(device=False) :],
+                )
                 transfers.append(trailing(part.name, slots, keys=last))
                 self.presence.storing(part.name, last)
         parents: list[bytes | None] = [node.key_before(0), *keys[:-1]]
@@ -112,16 +121,21 @@ class Backups:
         self._pools.controller.cancel_backup(operation.id)
         self._finish(operation, 0, Counter(), refused=False)
 
-    def first_holding(self, pool: str) -> Operation | None:
-        """Return the backup that alone keeps the part of a windowed pool that would leave the host first."""
+    def give_up_window(self, pool: str) -> bool:
+        """Give up the backup that alone keeps the part of a windowed pool that would leave the host first.
+
+        Returns whether there is one.
+        """
         held = (
             (*window_rank(part), operation.id)
             for operation in self.running.values()
             for part in operation.host_pin.parts
-            if part.name == pool and len(part.host_pins) == 1
+            if part.name == pool and part.pin_count(device=False) == 1
         )
         first = min(held, default=None)
-        return None if first is None else self.running[int(first[-1])]
+        if first is not None:
+            self.give_up(self.running[int(first[-1])])
+        return first is not None
 
     def finish(self, acks: Sequence[StorageAck]) -> bool:
         """Finish the backups of some acks; returns whether there were any."""
@@ -135,7 +149,7 @@ class Backups:
                 continue
             if operation.failed:  # it went to a storage that is gone
                 self._finish(operation, 0, Counter())
-                self._store_later(operation.nodes[0])
+                self._to_store.setdefault(operation.nodes[0])
                 continue
             if good and ack.stored_pages == operation.pages:
                 self._pause.succeeded()
@@ -184,7 +198,7 @@ class Backups:
         if complete and windows is None and came:
             self.store(tail)
 
-    def _mark(self, holders: Sequence[TreeNode | WindowPart], stored: Counter[str] | None) -> None:
+    def _mark(self, holders: Sequence[Held], stored: Counter[str] | None) -> None:
         """Mark and report what storage has of nodes or window parts, heads first: all, or so many pages by pool."""
         for held in holders:
             node, pool = self._pools.events.place(held)
@@ -203,33 +217,19 @@ class Backups:
             return
         for above in node.path():
             if self._is_to_store(above):
-                self._store_later(above)
+                self._to_store.setdefault(above)
                 return
-
-    def _store_later(self, node: TreeNode) -> None:
-        if node.waits_for_storage:
-            return
-        if len(self._waiting) >= self._clean_up_at:
-            for each in self._waiting:
-                if each.host is None:
-                    each.waits_for_storage = False
-            self._waiting = deque(each for each in self._waiting if each.waits_for_storage)
-            self._clean_up_at = max(_MIN_CLEANUP, 2 * len(self._waiting))
-        node.waits_for_storage = True
-        self._waiting.append(node)
 
     def _store_waiting(self) -> None:
         """Store the queued nodes, as long as the storage answers and its own queue is short."""
         limit = self._pools.controller.storage.settings.backup_queue_pages // 4
-        while self._waiting and self._pools.controller.has_storage:
-            node = self._waiting[0]
+        while self._to_store and self._pools.controller.has_storage:
+            node = next(iter(self._to_store))
             busy = bool(self.running) and (self._pause.failing or self._running_pages + node.pages > limit)
-            if node.host is not None and (busy or not self._storage_answers()):
+            if busy or not self._storage_answers():
                 return
-            self._waiting.popleft()
-            node.waits_for_storage = False
-            if node.host is not None:
-                self.store(node)
+            del self._to_store[node]
+            self.store(node)
 
     def _storage_answers(self) -> bool:
         """Return whether no rank is in the pause after a failure."""
@@ -243,7 +243,7 @@ class Backups:
     def idle(self) -> bool:
         """Whether no backup runs or waits, and storage has changed nothing."""
         known = self._pools.controller.storage.changes == self._storage_changes and not self.presence.news
-        return known and not (self.running or self._waiting or len(self.presence) > _MIN_CLEANUP)
+        return known and not (self.running or self._to_store or len(self.presence) > _MIN_CLEANUP)
 
     def follow_storage(self) -> None:
         """Notice a change of storage and what it has removed; store what is queued."""
@@ -252,7 +252,7 @@ class Backups:
         self._note_removed()
         if len(self.presence) > _MIN_CLEANUP:
             self._unmark_all_removed()
-        if self._waiting:
+        if self._to_store:
             self._store_waiting()
 
     def _note_removed(self) -> None:
@@ -278,9 +278,9 @@ class Backups:
             for held in node.holders():
                 held.stored = False
             if self._pools.controller.has_storage and self._is_to_store(node):
-                self._store_later(node)
+                self._to_store.setdefault(node)
 
-    def lacks(self, held: TreeNode | WindowPart) -> bool:
+    def lacks(self, held: Held) -> bool:
         """Return whether storage is known to have removed any of what a node or a window part has on the host.
 
         Ranks have removals of their own, so that nothing is known among several.
@@ -316,7 +316,7 @@ class Backups:
         for part in parts:
             came = min(pages, part.node.pages)
             pages -= came
-            if part.host is not None and part.write is None and part.on_host <= came:
+            if part.host is not None and part.write is None and part.count(device=False) <= came:
                 part.stored = not self.lacks(part)
             self.report_stored(part.node, part.name, came)
 
@@ -327,7 +327,7 @@ class Backups:
         self.running.clear()
         self.prefetches.clear()
         self._running_pages = 0
-        self._waiting.clear()
+        self._to_store.clear()
 
     # Events
 
@@ -346,6 +346,6 @@ class Backups:
             self._pools.events.run(Change.REMOVED, Tier.STORAGE, pool, run)
 
 
-def _is_unstored(held: TreeNode | WindowPart) -> bool:
+def _is_unstored(held: Held) -> bool:
     """Return whether something is settled on the host and not in storage."""
     return held.host is not None and held.write is None and not held.stored

@@ -113,12 +113,12 @@ class UnifiedRadixCache:
         for namespace, quota in (quotas or {}).items():
             tree.set_quota(namespace, quota)
         self._pools = pools = Pools(tree, controller, device_allocator, events)
-        self._backups = backups = Backups(tree, pools, clock)
-        self._transfers = transfers = Transfers(tree, pools, backups)
-        self._evictor = evictor = Evictor(tree, pools, backups, transfers, self)
-        self._prefetches = Prefetches(tree, pools, backups, evictor)
-        self._requests = requests = Requests(tree, pools, transfers, evictor, self)
-        self._retraction = Retraction(tree, pools, transfers, evictor, requests)
+        self._backups = backups = Backups(pools, clock)
+        self._transfers = transfers = Transfers(pools, backups)
+        self._evictor = evictor = Evictor(pools, backups, transfers, self)
+        self._prefetches = Prefetches(pools, backups, evictor)
+        self._requests = requests = Requests(pools, transfers, evictor, self)
+        self._retraction = Retraction(pools, transfers, evictor, requests)
 
     @property
     def root(self) -> TreeNode:
@@ -424,7 +424,7 @@ class UnifiedRadixCache:
         The node stays as the tail, with its locks and transfers in flight. ValueError if it is not in the tree, is its
         root, or does not have more pages.
         """
-        return self._tree.checked_split(node, pages)
+        return self._tree.split(node, whole("pages", pages, least=0))
 
     # Pools that come later
 
@@ -482,9 +482,6 @@ class UnifiedRadixCache:
             for operation in list(self._backups.running.values()):
                 self._backups.give_up(operation)
         self.controller.quiesce(None if timeout is None else bound.left())
-        if self.listener is not None:
-            for node in reversed(list(self._tree.nodes())):
-                self._pools.events.all_removed(node)
         self._pools.free_all()
         self.controller.reset()
         for part in (self._retraction, self._tree, self._transfers, self._backups):

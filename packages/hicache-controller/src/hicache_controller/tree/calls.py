@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..engine_calls import EngineCalls
-
-
-class HasCalls(Protocol):
-    """Has public calls, by the seam to the engine that its controller has, too."""
-
-    engine_calls: EngineCalls
-
-
-Tree = TypeVar("Tree", bound=HasCalls)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 def tree_call(
-    method: Callable[Concatenate[Tree, Arguments], Result],
-) -> Callable[Concatenate[Tree, Arguments], Result]:
-    """Make a method a public call of :class:`EngineCalls`."""
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Make a method of the tree a public call of its ``engine_calls``; see :class:`EngineCalls`."""
 
     @wraps(method)
-    def call(tree: Tree, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+    def call(tree: Any, /, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
         with tree.engine_calls:
             return method(tree, *arguments, **keywords)
 

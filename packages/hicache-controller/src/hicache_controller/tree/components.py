@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,16 +81,8 @@ class WindowPool:
         self.window_pages = component.window_pages
         self.entry = entry
         self.converter = SlotPages(int(entry.host_pool.page_size))
-        self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            1, window_rank, lambda part: part.device is not None and not part.device_pins
-        )
-        self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(
-            2, window_rank, lambda part: part.host is not None and not part.host_pins
-        )
-
-    def offer(self, part: WindowPart) -> None:
-        """Queue the sides of a part that may be evicted."""
-        self.host_queue.offer(part, self.device_queue.offer(part))
+        self.device_queue: EvictionQueue[WindowPart] = EvictionQueue(1, window_rank, partial(_may_leave, device=True))
+        self.host_queue: EvictionQueue[WindowPart] = EvictionQueue(2, window_rank, partial(_may_leave, device=False))
 
     def alloc_device(self, pages: int) -> Pages | None:
         """Allocate device pages; None if too few are free."""
@@ -98,9 +91,9 @@ class WindowPool:
         slots = self.entry.device_alloc_fn(pages * self.converter.page_size)
         return None if slots is None else self.converter.pages(slots.cpu())
 
-    def free_host_pages(self) -> int:
-        """Return the number of free host pages."""
-        return int(self.entry.host_pool.available_size()) // self.converter.page_size
+
+def _may_leave(part: WindowPart, *, device: bool) -> bool:
+    return part.part(device=device) is not None and not (part.pins and part.pin_count(device=device))
 
 
 def window_rank(part: WindowPart) -> tuple[float, ...]:

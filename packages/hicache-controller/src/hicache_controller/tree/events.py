@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from ..engine_calls import EngineCalls
 from .keys import KEY_BYTES, Tokens, key_list
-from .node import TreeNode, WindowPart
+from .node import Held, TreeNode
 from .presence import Run
 
 
@@ -84,7 +84,7 @@ class Events:
         self._page_size = page_size
         self._calls = calls
 
-    def held(self, change: Change, held: TreeNode | WindowPart, *, device: bool, skip: int = 0) -> None:
+    def held(self, change: Change, held: Held, *, device: bool, skip: int = 0) -> None:
         """Report what a node or a window part has on the device or on the host, except its last ``skip`` pages."""
         if self.listener is None:
             return
@@ -93,7 +93,7 @@ class Events:
         keys = tuple(key_list(node.keys[first * KEY_BYTES : end * KEY_BYTES]))
         self.run(change, tier(device=device), pool, Run(keys, node.key_before(first)), node, first)
 
-    def place(self, held: TreeNode | WindowPart) -> tuple[TreeNode, str]:
+    def place(self, held: Held) -> tuple[TreeNode, str]:
         """Return the node of whose pages something has some, and the pool that they are in."""
         return (held, self.anchor) if isinstance(held, TreeNode) else (held.node, held.name)
 
@@ -107,10 +107,3 @@ class Events:
         if node is not None and node.tokens is not None:
             tokens = node.tokens[first * self._page_size : (first + len(run.keys)) * self._page_size]
         self._calls.call(self.listener, CacheEvent(change, tier, pool, run.keys, run.parent, tokens))
-
-    def all_removed(self, node: TreeNode) -> None:
-        """Report that a node and its windows leave every tier that they were reported in."""
-        for held in node.holders():
-            for device in (True, False):
-                if held.count(device=device) and held.transfer(device=device) is None:
-                    self.held(Change.REMOVED, held, device=device)

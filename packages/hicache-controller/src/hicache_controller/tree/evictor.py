@@ -5,114 +5,102 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from .backups import Backups
-from .node import Pages, Pin, TreeNode, WindowPart
+from .node import Held, Pages, Pin, TreeNode, WindowPart
 from .policies import TreeSettings, WritePolicy
 from .pools import Pools
 from .queue import EvictionQueue, NamespaceUsage, TierQueues
-from .radix_tree import RadixTree
 from .results import Match
 from .transfers import Transfers
 
 logger = logging.getLogger(__name__)
-Held = TypeVar("Held", TreeNode, WindowPart)
 
 
 class Evictor:
     """Evicts in the order of the strategy, and writes: each may need the other."""
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings
-    ) -> None:
-        self._tree = tree
-        self._order = tree.order
+    def __init__(self, pools: Pools, backups: Backups, transfers: Transfers, settings: TreeSettings) -> None:
+        self._tree = pools.tree
+        self._order = pools.tree.order
         self._pools = pools
         self._backups = backups
         self._transfers = transfers
         self._settings = settings
         serve, anchor, device = pools.reclaim.serve, pools.controller.host_group.anchor_entry, pools.device_allocator
         serve(anchor, self.evict_host, lambda count: self.evict_device(max(count - device.available_pages, 0)))
-        for name, pool in tree.windows.items():
+        for name, pool in pools.tree.windows.items():
             serve(pool.entry, partial(self.evict_window_host, name), partial(self.evict_window_device, name))
-
-    @property
-    def _writes_back(self) -> bool:
-        """Whether what leaves the device is written to the host first."""
-        return self._settings.write_policy is WritePolicy.WRITE_BACK
 
     # The device
 
     def evict_device(self, count: int) -> int:
         """Free device pages; see :meth:`UnifiedRadixCache.evict_device`."""
-        return self._evict_device(self._order.queues.device, count, self._evict_node)
+        return self._evict_device(self._order.queues.device, count)
 
     def evict_window_device(self, name: str, count: int) -> int:
         """Free device pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_device`."""
-        queue = self._tree.windows[name].device_queue
-        return self._evict_device(queue, count, self._evict_part)
+        return self._evict_device(self._tree.windows[name].device_queue, count, windows=True)
 
-    def _evict_device(self, queue: EvictionQueue[Held], count: int, evict: Callable[[Held, list[Held]], int]) -> int:
-        """Let nodes or window parts leave the device; what is written to the host first leaves together."""
+    def _evict_device(self, queue: EvictionQueue[Any], count: int, *, windows: bool = False, waits: bool = True) -> int:
+        """Let nodes or window parts leave the device; what is written to the host first leaves together.
+
+        Where nothing else may leave, it waits for transfers in flight, if it ``waits``.
+        """
         self._tree.expire()
-        windows = queue is not self._order.queues.device
         freed = 0
         saving: list[Held] = []
         try:
             while freed < count:
                 missing = count - freed - sum(each.count(device=True) for each in saving)
-                held = queue.pop() if missing > 0 else None
-                if held is None:
-                    if saving:
-                        freed += self._finish_saving(queue, saving)
-                    elif not (self._transfers.release_device(windows=windows) or self._transfers.wait(backups=False)):
-                        break
-                    continue
-                try:
-                    freed += evict(held, saving)
-                except BaseException:
-                    queue.offer(held)
-                    raise
+                if missing > 0 and (held := queue.pop()) is not None:
+                    try:
+                        freed += self._evict(held, queue, saving)
+                    except BaseException:
+                        queue.offer(held)
+                        raise
+                elif saving:
+                    freed += self._finish_saving(queue, saving)
+                elif not waits or not self._transfers.free_device(windows=windows):
+                    break
         finally:
             # Also if making room raised: nodes that are being saved are locked until then.
             freed += self._finish_saving(queue, saving)
         return freed
 
-    def _evict_node(self, node: TreeNode, saving: list[TreeNode]) -> int:
-        """Evict a node from the device, or add it to ``saving``; returns how many pages are free now."""
-        self._order.evicted_value = node.value
-        if node.host is not None or not self._writes_back:
-            self._save_windows(node)
-            # Saving may have waited for a load above it that failed, and took the node off the device.
-            return self._drop_device(node)
-        if self.write_node(node):
-            # Its new host part must outlast the device part, or saving one node could undo another's.
-            self._tree.lock(node, device=False)
-            saving.append(node)
-            self._save_windows(node)
+    def _evict(self, held: Held, queue: EvictionQueue[Any], saving: list[Held]) -> int:
+        """Evict something from the device, or add it to ``saving``; returns how many pages are free now."""
+        if isinstance(held, WindowPart):
+            if not self.write_window(held):
+                return self._pools.drop(held, device=True)
+            saving.append(held)
             return 0
-        if saving and (saved := self._finish_saving(self._order.queues.device, saving)):
-            self._order.offer(node, device=True)
+        self._order.evicted_value = held.value
+        if held.host is not None or self._settings.write_policy is not WritePolicy.WRITE_BACK:
+            self._save_windows(held)
+            # Saving may have waited for a load above it that failed, and took the node off the device.
+            return self._pools.drop(held, device=True)
+        if self.write_node(held):
+            # Its new host part must outlast the device part, or saving one node could undo another's.
+            self._tree.lock(held, device=False)
+            saving.append(held)
+            self._save_windows(held)
+            return 0
+        if saving and (saved := self._finish_saving(queue, saving)):
+            queue.offer(held)
             return saved
-        return self._drop_device(node)
-
-    def _evict_part(self, part: WindowPart, saving: list[WindowPart]) -> int:
-        """Evict a window part from the device, or add it to ``saving``; returns how many pages are free now."""
-        if not self.write_window(part):
-            return self._drop_device(part)
-        saving.append(part)
-        return 0
+        return self._pools.drop(held, device=True)
 
     def _save_windows(self, node: TreeNode) -> None:
         """Under ``write_back``, write the windows of a node that leaves the device: it may leave for storage next."""
-        if self._writes_back:
+        if self._settings.write_policy is WritePolicy.WRITE_BACK:
             for part in node.windows:
                 self.write_window(part)
 
-    def _finish_saving(self, queue: EvictionQueue[Held], saving: list[Held]) -> int:
+    def _finish_saving(self, queue: EvictionQueue[Any], saving: list[Held]) -> int:
         """Start the writes of what is to leave the device, drop it from there, empty the list."""
         freed = 0
         try:
@@ -121,7 +109,7 @@ class Evictor:
             for held in saving:
                 # One whose write has failed by now is dropped as it is, or it would be tried again without end.
                 if queue.evictable(held):
-                    freed += self._drop_device(held)
+                    freed += self._pools.drop(held, device=True)
         finally:
             for held in saving:
                 queue.offer(held)
@@ -130,73 +118,68 @@ class Evictor:
             saving.clear()
         return freed
 
-    def _drop_device(self, held: TreeNode | WindowPart) -> int:
-        pages = held.count(device=True)
-        if isinstance(held, WindowPart):
-            self._pools.drop_window(held, device=True)
-        elif pages:
-            self._pools.drop(held, device=True)
-        return pages
-
     # The host
 
     def evict_host(self, count: int) -> int:
         """Free host pages; see :meth:`UnifiedRadixCache.evict_host`."""
-        self._tree.expire()
-        return self._evict_host(self._order.queues, count)
-
-    def _evict_host(self, queues: TierQueues, count: int) -> int:
-        freed, waits = 0, True
-        while freed < count:
-            node: TreeNode | None = queues.host.pop()
-            if node is None:
-                if waits and self._transfers.wait():
-                    continue
-                # Storage had its time. What comes next is dropped by the strategy's order, without another wait.
-                waits = False
-                node = queues.unsaved.pop()
-                if node is None:
-                    break
-            unsaved = node.backup is not None
-            try:
-                if node.backup is not None:
-                    self._backups.give_up(node.backup)
-                if self._has_windows_to_store(node) and self._transfers.wait(backups=False):
-                    self._order.offer(node, device=False)
-                    continue
-                self._order.evicted_value = node.value
-                freed_now = self._pools.drop(node, device=False)
-            except BaseException:
-                self._order.offer(node, device=False)
-                raise
-            # What storage still reads is not free yet, and ranks' storages read different pages. A quota counts nodes.
-            counts_room = unsaved and queues is self._order.queues
-            freed += self._pools.smallest(freed_now) if counts_room else node.pages
-        return freed
-
-    def _has_windows_to_store(self, node: TreeNode) -> bool:
-        """Return whether a node that leaves memory has windows that are still being written, for storage to keep."""
-        written = any(part.write is not None for part in node.windows)
-        return written and node.device is None and self._pools.controller.has_storage
+        queues = self._order.queues
+        return self._evict_host(queues.host, count, partial(self._give_up_first, queues))
 
     def evict_window_host(self, name: str, count: int) -> int:
         """Free host pages of a windowed pool; see :meth:`UnifiedRadixCache.evict_window_host`."""
-        pool = self._tree.windows[name]
+        return self._evict_host(self._tree.windows[name].host_queue, count, partial(self._backups.give_up_window, name))
+
+    def _evict_host(
+        self, queue: EvictionQueue[Any], count: int, give_up: Callable[[], bool] | None = None, *, by_room: bool = True
+    ) -> int:
+        """Let nodes or window parts leave the host.
+
+        Where nothing else may leave, it waits for transfers, and for storage. Once that had its time, ``give_up`` lets
+        go of what one backup keeps, without another wait, and returns whether there was one. Without ``give_up``,
+        nothing is waited for. With ``by_room``, what storage still reads does not count: it is not free yet.
+        """
         self._tree.expire()
-        freed, waits = 0, True
+        freed, waits, gave_up = 0, give_up is not None, False
         while freed < count:
-            part = pool.host_queue.pop()
-            if part is not None:
-                freed += self._pools.drop_window(part, device=False)
+            held: Held | None = queue.pop()
+            if held is None:
+                waits = waits and self._transfers.wait()
+                if not waits:
+                    gave_up = give_up is not None and give_up()
+                    if not gave_up:
+                        break
                 continue
-            if waits and self._transfers.wait():
-                continue
-            waits = False
-            backup = self._backups.first_holding(pool.name)
-            if backup is None:
-                break
-            self._backups.give_up(backup)
+            try:
+                if isinstance(held, TreeNode):
+                    if give_up is not None and self._waits_for_windows(held):
+                        queue.offer(held)
+                        continue
+                    self._order.evicted_value = held.value
+                pages = held.count(device=False)
+                room = self._pools.drop(held, device=False)
+            except BaseException:
+                queue.offer(held)
+                raise
+            # Ranks' storages may still read different pages.
+            freed += self._pools.smallest(room) if gave_up and by_room else pages
         return freed
+
+    def _give_up_first(self, queues: TierQueues) -> bool:
+        """Give up the backup that alone keeps the node that would leave the host first; False if there is none."""
+        node: TreeNode | None = queues.unsaved.pop()
+        if node is None or node.backup is None:
+            return False
+        try:
+            self._backups.give_up(node.backup)
+        finally:
+            self._order.offer(node, device=False)
+        return True
+
+    def _waits_for_windows(self, node: TreeNode) -> bool:
+        """Wait for windows of a node that leaves memory, for storage to keep; returns whether a transfer has ended."""
+        written = any(part.write is not None for part in node.windows)
+        to_store = written and node.device is None and self._pools.controller.has_storage
+        return to_store and self._transfers.wait(backups=False)
 
     # Quotas
 
@@ -216,19 +199,11 @@ class Evictor:
         """Evict leaves of a namespace that is above its quota, as far as they are unlocked and settled."""
         if usage.queues is None:
             return
-        for device, limit in ((True, usage.quota.device_pages), (False, usage.quota.host_pages)):
-            queue = usage.queues.device if device else usage.queues.host
-            while limit is not None and (usage.device_pages if device else usage.host_pages) > limit:
-                node: TreeNode | None = queue.pop()
-                if node is None:
-                    break
-                if device:
-                    saving: list[TreeNode] = []
-                    self._evict_node(node, saving)
-                    self._finish_saving(queue, saving)
-                else:
-                    self._order.evicted_value = node.value
-                    self._pools.drop(node, device=False)
+        device, host = usage.quota.device_pages, usage.quota.host_pages
+        if device is not None:
+            self._evict_device(usage.queues.device, usage.device_pages - device, waits=False)
+        if host is not None:
+            self._evict_host(usage.queues.host, usage.host_pages - host)
 
     # Writes
 
@@ -304,19 +279,21 @@ class Evictor:
             return True
         missing = usage.host_pages + node.pages - limit
         if missing > 0 and node.pages <= limit:
-            self._evict_host(usage.queues, missing)
+            # A quota counts nodes, whether or not their pages are free yet.
+            give_up = partial(self._give_up_first, usage.queues)
+            self._evict_host(usage.queues.host, missing, give_up, by_room=False)
         return usage.host_pages + node.pages <= limit
 
     def write_window(self, part: WindowPart) -> bool:
         """Queue a part to be written to the host; False if that has it all, or has no room."""
-        if part.device is None or part.on_host >= part.on_device or part.host_pins:
+        if part.device is None or part.count(device=False) >= part.count(device=True) or part.pin_count(device=False):
             return False
-        self._pools.drop_window(part, device=False)
+        self._pools.drop(part, device=False)
         pin = Pin(device=True)
         pin.hold(part)
         try:
             move = partial(self._transfers.move, (), {part.name: [part]}, device=False)
-            return move() or (self.evict_window_host(part.name, part.on_device) > 0 and move())
+            return move() or (self.evict_window_host(part.name, part.count(device=True)) > 0 and move())
         finally:
             self._tree.unpin(pin)
 
@@ -330,10 +307,6 @@ class Evictor:
 
     # Room, on all ranks or on none: what one has no room for no other may use, or their trees would differ. What a
     # callback of the engine raises during an eviction is raised before anything is allocated.
-
-    def device_room(self) -> int:
-        """Return the device pages that are free."""
-        return self._pools.smallest(self._pools.device_allocator.available_pages)
 
     def _make_room(self, count: int, free: Callable[[], int], evict: Callable[[int], object]) -> int:
         """Evict until ``count`` pages are free, as far as possible; returns how many are."""
@@ -357,10 +330,10 @@ class Evictor:
         """Allocate device pages of a windowed pool; None if there are too few."""
         alloc, give_back = self._tree.windows[name].alloc_device, partial(self._pools.free, device=True, pool=name)
         pages = self._pools.on_all_ranks(alloc(count), give_back)
-        if pages is None and self.evict_window_device(name, count):
-            self._pools.calls.raise_first()
-            pages = self._pools.on_all_ranks(alloc(count), give_back)
-        return pages
+        if pages is not None or not self.evict_window_device(name, count):
+            return pages
+        self._pools.calls.raise_first()
+        return self._pools.on_all_ranks(alloc(count), give_back)
 
     def make_window_room(self, name: str, count: int) -> bool:
         """Return whether a windowed pool has room on the device, after evicting; a load that follows takes the same."""
@@ -369,21 +342,24 @@ class Evictor:
             self._pools.free(pages, device=True, pool=name)
         return pages is not None
 
+    def make_room(self, pool: str, count: int) -> bool:
+        """Return whether the anchor or a windowed pool has room on the device, after evicting."""
+        return self.make_window_room(pool, count) if pool in self._tree.windows else self.make_device_room(count)
+
+    def make_host_room(self, pool: str, count: int) -> int:
+        """Evict until a pool has ``count`` free host pages, as far as possible; returns how many it has."""
+        evict = partial(self.evict_window_host, pool) if pool in self._tree.windows else self.evict_host
+        return self._make_room(count, partial(self._pools.free_host_pages, pool), evict)
+
     def alloc_host(self, count: int) -> torch.Tensor | None:
         """Take host slots for ``count`` pages, or for as many as evicting makes room for; None if there are none."""
-        pool = self._pools.controller.mem_pool_host
-        room = self._make_room(count, lambda: pool.available_size() // self._tree.page_size, self.evict_host)
-        count = min(count, room)
+        count = min(count, self.make_host_room(self._pools.anchor, count))
         with self._pools.reclaim.held():
-            return pool.alloc(count * self._tree.page_size) if count else None
-
-    def make_window_host_room(self, name: str, count: int) -> None:
-        """Evict until a windowed pool has ``count`` free host pages, as far as possible."""
-        self._make_room(count, self._tree.windows[name].free_host_pages, partial(self.evict_window_host, name))
+            return self._pools.controller.mem_pool_host.alloc(count * self._tree.page_size) if count else None
 
     def alloc_window_host(self, name: str, count: int) -> torch.Tensor | None:
         """Take host slots of a windowed pool; None if there are too few."""
-        self.make_window_host_room(name, count)
+        self.make_host_room(name, count)
         with self._pools.reclaim.held():
             slots = self._pools.controller.host_group.alloc(count * self._tree.windows[name].converter.page_size, name)
         return self._pools.on_all_ranks(slots, partial(self._pools.controller.evict_host, pool=name))

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from .events import tier
-from .node import Pages, TreeNode, WindowPart, joined
+from .node import Held, Pages, TreeNode, joined
 from .radix_tree import RadixTree
 from .results import TreeStats, WindowStats
 
@@ -59,7 +59,7 @@ def _check_node(node: TreeNode) -> None:
         raise RuntimeError(f"node {node.id} is not among the nodes of its own transfer")
 
 
-def _check_pages(tree: RadixTree, node: TreeNode, held: TreeNode | WindowPart, *, device: bool) -> str:
+def _check_pages(tree: RadixTree, node: TreeNode, held: Held, *, device: bool) -> str:
     """Check what a node or its part in a windowed pool has in a tier; returns the tier and the pool."""
     side, count = tier(device=device), held.count(device=device)
     if isinstance(held, TreeNode):
@@ -70,10 +70,10 @@ def _check_pages(tree: RadixTree, node: TreeNode, held: TreeNode | WindowPart, *
             raise RuntimeError(f"node {node.id} has a {side} part and its parent has none")
     else:
         pool, place = tree.windows[held.name], f"{side} {held.name}"
-        queue, pins = (pool.device_queue, held.device_pins) if device else (pool.host_queue, held.host_pins)
+        queue = pool.device_queue if device else pool.host_queue
         if not 0 < count <= node.pages:
             raise RuntimeError(f"node {node.id} has {node.pages} pages and {count} {side} pages of {held.name}")
-        if any(held not in pin.parts for pin in pins):
+        if any(held not in pin.parts for pin in held.pins):
             raise RuntimeError(f"a pin of node {node.id}'s part in {held.name} does not know it")
     if queue.evictable(held) and held not in queue:
         raise RuntimeError(f"node {node.id} may leave the {place} and does not wait for eviction")
@@ -90,7 +90,7 @@ def sizes(tree: RadixTree) -> TreeStats:
 def window_sizes(tree: RadixTree, pool: str) -> WindowStats:
     """Return the size of a windowed pool in a tree."""
     parts = [part for node in tree.nodes() if (part := node.window(pool)) is not None]
-    return WindowStats(sum(part.on_device for part in parts), sum(part.on_host for part in parts))
+    return WindowStats(sum(part.count(device=True) for part in parts), sum(part.count(device=False) for part in parts))
 
 
 def draw(tree: RadixTree) -> str:

@@ -69,8 +69,8 @@ def joined(held: Iterable[Tiered], *, device: bool) -> Pages:
     return np.concatenate(pages) if pages else NO_PAGES
 
 
-_TO_STORE, _STORED = 16, 32
-"""Bits of ``queued``, where they take no memory of their own."""
+_STORED = 32
+"""Bit of ``queued``, where it takes no memory of its own."""
 
 
 class Tiered:
@@ -120,15 +120,6 @@ class Tiered:
     def stored(self, stored: bool) -> None:
         self.queued = self.queued | _STORED if stored else self.queued & ~_STORED
 
-    @property
-    def waits_for_storage(self) -> bool:
-        """Whether it is in the queue of what is to be stored again."""
-        return bool(self.queued & _TO_STORE)
-
-    @waits_for_storage.setter
-    def waits_for_storage(self, waits: bool) -> None:
-        self.queued = self.queued | _TO_STORE if waits else self.queued & ~_TO_STORE
-
 
 @dataclass(eq=False, slots=True)
 class Pin:
@@ -140,19 +131,13 @@ class Pin:
     def hold(self, part: WindowPart) -> None:
         """Keep its side of a part."""
         self.parts.append(part)
-        if self.device:
-            part.device_pins = (*part.device_pins, self)
-        else:
-            part.host_pins = (*part.host_pins, self)
+        part.pins = (*part.pins, self)
 
     def release(self) -> list[WindowPart]:
         """Release all parts, and return them."""
         parts, self.parts = self.parts, []
         for part in parts:
-            if self.device:
-                part.device_pins = tuple(pin for pin in part.device_pins if pin is not self)
-            else:
-                part.host_pins = tuple(pin for pin in part.host_pins if pin is not self)
+            part.pins = tuple(pin for pin in part.pins if pin is not self)
         return parts
 
 
@@ -213,16 +198,15 @@ class WindowPart(Tiered):
         The pool.
     device, host
         Page numbers in that pool, or None; each side covers the last pages of the node, as many as it has numbers.
-    device_pins, host_pins
-        What keeps a side from being evicted.
+    pins
+        What keeps its sides from being evicted.
     """
 
     node: TreeNode
     name: str
     device: PackedPages | None = None
     host: PackedPages | None = None
-    device_pins: tuple[Pin, ...] = ()
-    host_pins: tuple[Pin, ...] = ()
+    pins: tuple[Pin, ...] = ()
     write: Operation | None = None
     load: Operation | None = None
     last_access: int = 0
@@ -234,17 +218,11 @@ class WindowPart(Tiered):
     @property
     def covered(self) -> int:
         """Last pages of the node that are there on some side."""
-        return max(self.on_device, self.on_host)
+        return max(packed_count(self.device), packed_count(self.host))
 
-    @property
-    def on_device(self) -> int:
-        """Last pages of the node that are there on the device."""
-        return packed_count(self.device)
-
-    @property
-    def on_host(self) -> int:
-        """Last pages of the node that are there on the host."""
-        return packed_count(self.host)
+    def pin_count(self, *, device: bool) -> int:
+        """Return how many pins keep its pages on the device, or on the host."""
+        return [pin.device for pin in self.pins].count(device)
 
 
 class Needed(NamedTuple):
@@ -331,7 +309,7 @@ class TreeNode(Tiered):
             yield node
             node = node.parent
 
-    def holders(self) -> tuple[TreeNode | WindowPart, ...]:
+    def holders(self) -> tuple[Held, ...]:
         """Return what has pages of the node: its parts in windowed pools, and the node itself for the anchor."""
         return *self.windows, self
 
@@ -390,3 +368,7 @@ class TreeNode(Tiered):
             if part.name == name:
                 return part
         return None
+
+
+Held = TreeNode | WindowPart
+"""What has pages of a node in some pool: the node itself in the anchor, or its part in a windowed pool."""

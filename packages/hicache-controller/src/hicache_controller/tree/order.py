@@ -37,7 +37,7 @@ class EvictionOrder:
     def __init__(self, strategy: AnyStrategy | str, windows: Mapping[str, WindowPool]) -> None:
         self.strategy = eviction_strategy(strategy)
         self.windows = windows
-        self.queues = tier_queues(_BITS)
+        self.queues = tier_queues()
         self.tick = 0
         self.evicted_value: float = 0
         self._value: Callable[..., float] = self.strategy.value
@@ -81,7 +81,8 @@ class EvictionOrder:
     def offer_windows(self, parts: Iterable[WindowPart]) -> None:
         """Queue the sides of window parts that may be evicted."""
         for part in parts:
-            self.windows[part.name].offer(part)
+            pool = self.windows[part.name]
+            pool.host_queue.offer(part, pool.device_queue.offer(part))
 
     def all_queues(self) -> Iterator[EvictionQueue[Any]]:
         """Yield every queue, except those of namespaces."""
@@ -90,14 +91,9 @@ class EvictionOrder:
             yield from (pool.device_queue, pool.host_queue)
 
 
-def namespace_queues() -> TierQueues:
-    """Return the queues of a namespace with a quota."""
-    return tier_queues(_NAMESPACE_BITS)
-
-
-def tier_queues(bits: tuple[int, int, int]) -> TierQueues:
-    """Return queues of the leaves of the tiers."""
-    device, host, unsaved = bits
+def tier_queues(*, of_namespace: bool = False) -> TierQueues:
+    """Return queues of the leaves of the tiers, of the whole tree or of a namespace with a quota."""
+    device, host, unsaved = _NAMESPACE_BITS if of_namespace else _BITS
     return TierQueues(
         EvictionQueue(device, _rank, _may_leave_device),
         EvictionQueue(host, _rank, _may_leave_host),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from hicache_pools.group import PoolEntry
@@ -15,7 +17,7 @@ from ..pool_transfers import SidecarPoolSpec
 from .allocator import PageAllocator
 from .components import SlotPages
 from .events import Change, Events
-from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
+from .node import NO_PAGES, Held, Pages, TreeNode, WindowPart, joined
 from .radix_tree import RadixTree
 from .reclaim import Reclaim
 
@@ -29,6 +31,8 @@ class Pools:
 
     Attributes
     ----------
+    tree
+        The nodes.
     controller
         Moves the pages.
     device_allocator
@@ -41,24 +45,27 @@ class Pools:
         Held while the tree allocates.
     anchor
         Name of the anchor's pool.
+    to_store
+        Nodes on the host that wait to be stored again, in the order in which that was found.
     """
 
     def __init__(
         self, tree: RadixTree, controller: HiCacheController, device_allocator: PageAllocator, events: Events
     ) -> None:
-        self._tree = tree
+        self.tree = tree
         self.device_allocator = device_allocator
         self.controller = controller
         self.events = events
         self.calls = tree.calls
         self.reclaim = Reclaim(controller)
         self.anchor = events.anchor
+        self.to_store: OrderedDict[TreeNode, None] = OrderedDict()
         windows = {name: pool.converter for name, pool in tree.windows.items()}
         self._converters = {self.anchor: SlotPages(tree.page_size), **windows}
 
     def add_sidecar(self, spec: SidecarPoolSpec, entry: PoolEntry) -> None:
         """Add a pool that shares slots; see :meth:`UnifiedRadixCache.register_sidecar_pool`."""
-        if self._tree.root.children is not None:
+        if self.tree.root.children is not None:
             raise ValueError(
                 f"the tree holds pages, of which pool {entry.name!s} has nothing; register it before the first insert, "
                 "or after reset"
@@ -120,35 +127,48 @@ class Pools:
             if transfer.host_indices is not None:
                 self.controller.evict_host(transfer.host_indices, pool=transfer.name)
 
+    def free_host_pages(self, pool: str) -> int:
+        """Return how many host pages of a pool are free."""
+        return self.controller.host_group.available_size(pool) // self._converters[pool].page_size
+
     # Nodes
 
-    def drop(self, node: TreeNode, *, device: bool) -> int:
-        """Take a node off a tier, and out of the tree if it is in no other; returns the pages that are free now."""
-        freed = 0
-        if node.part(device=device) is not None:
-            if not device and node.waits_for_storage and not node.stored and self.controller.has_storage:
-                self.controller.storage.skipped(node.pages)
-            freed = self._take_off(node, device=device)
-            self._tree.clear_part(node, device=device)
-        if not node.present:
-            self.remove(node)
+    def drop(self, held: Held, *, device: bool) -> int:
+        """Take a node, or its part in a windowed pool, off a tier; returns the pages that are free now.
+
+        A node that is in no other tier leaves the tree.
+        """
+        if held.part(device=device) is None:
+            return 0
+        if isinstance(held, TreeNode) and not device and held in self.to_store:
+            del self.to_store[held]
+            if not held.stored and self.controller.has_storage:
+                self.controller.storage.skipped(held.pages)
+        pool = self.events.place(held)[1]
+        freed = self.free(joined([held], device=device), device=device, pool=pool)
+        self._report_removed(held, device=device)
+        self.tree.clear_part(held, device=device)
+        if isinstance(held, TreeNode) and not held.present:
+            self.remove(held)
         return freed
 
     def remove(self, node: TreeNode) -> None:
         """Take a node out of the tree, with its windows."""
         for part in node.windows:
             for device in (True, False):
-                self.calls.call(self.drop_window, part, device=device)
+                self.calls.call(self.drop, part, device=device)
                 if part.part(device=device) is not None:  # the engine did not take its pages back
                     self._report_removed(part, device=device)
-                    self._tree.clear_window(part, device=device)
+                    self.tree.clear_part(part, device=device)
         if node.parent is not None:
             node.parent.remove_child(node)
 
     def free_all(self) -> None:
-        """Free the device pages of every node; host pages are freed by the reset of the controller."""
-        for node in list(self._tree.nodes()):
+        """Report that every node leaves, and free its device pages; the controller's reset frees host pages."""
+        for node in reversed(list(self.tree.nodes())):
             for held in node.holders():
+                for device in (True, False):
+                    self._report_removed(held, device=device)
                 # What a load is still to fill is freed by the controller.
                 if held.device is not None and held.load is None:
                     pages, (_, pool) = joined([held], device=True), self.events.place(held)
@@ -156,24 +176,11 @@ class Pools:
                 # Queues and old matches may still hold it; it has nothing any more.
                 held.device = held.host = None
 
-    def _take_off(self, held: TreeNode | WindowPart, *, device: bool) -> int:
-        freed = self.free(joined([held], device=device), device=device, pool=self.events.place(held)[1])
-        self._report_removed(held, device=device)
-        return freed
-
-    def _report_removed(self, held: TreeNode | WindowPart, *, device: bool) -> None:
-        if held.transfer(device=device) is None:
+    def _report_removed(self, held: Held, *, device: bool) -> None:
+        if held.part(device=device) is not None and held.transfer(device=device) is None:
             self.events.held(Change.REMOVED, held, device=device)
 
     # Windows
-
-    def drop_window(self, part: WindowPart, *, device: bool) -> int:
-        """Take one side of a part off its tier; returns its pages."""
-        pages = part.count(device=device)
-        if pages:
-            self._take_off(part, device=device)
-            self._tree.clear_window(part, device=device)
-        return pages
 
     def adopt_window(self, node: TreeNode, name: str, pages: Pages, *, device: bool) -> list[WindowPart]:
         """Give the last pages of the prefix that ends with ``node`` their pages of a windowed pool.
@@ -193,7 +200,7 @@ class Pools:
             if part is None:
                 part = WindowPart(above, name)
                 above.windows = (*above.windows, part)
-            part.last_access = self._tree.order.tick
+            part.last_access = self.tree.order.tick
             kept = before = part.count(device=device)
             if part.load is not None or (part.write is not None and not device):
                 # What moves now counts when it has arrived, so none of the given pages are needed.
@@ -202,8 +209,9 @@ class Pools:
             if fresh < take:
                 self.calls.call(self.free, mine[fresh:], device=device, pool=name)
             if fresh:
-                self._tree.extend_window(part, mine[:fresh], device=device)
+                # Those that it has keep their places and their pins.
+                self.tree.set_part(part, np.concatenate((mine[:fresh], joined([part], device=device))), device=device)
                 self.events.held(Change.STORED, part, device=device, skip=before)
-            self._tree.remove_empty(part)
+            self.tree.remove_empty(part)
             parts.append(part)
         return parts

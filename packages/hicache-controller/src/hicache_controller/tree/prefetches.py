@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import torch
-
 from hicache_pools.pool_transfer import PoolTransfer
 
 from ..wait_bound import WaitBound
@@ -15,15 +13,14 @@ from .events import Change
 from .evictor import Evictor
 from .node import NO_SLOTS, Pages, TreeNode, WindowPart
 from .pools import Pools
-from .radix_tree import RadixTree
 from .results import Match, Prefetching
 
 
 class Prefetches:
     """Starts prefetches, and gives what they bring to nodes."""
 
-    def __init__(self, tree: RadixTree, pools: Pools, backups: Backups, evictor: Evictor) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, backups: Backups, evictor: Evictor) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._backups = backups
         self._evictor = evictor
@@ -51,7 +48,7 @@ class Prefetches:
             if self._evictor.settle_on_host(match.node) and (taken := self._evictor.alloc_host(found)) is not None:
                 slots = taken
             # If one rank has no room, all have none, or some would wait for an answer that others never give.
-            room = self._pools.smallest(self._pages_of(slots))
+            room = self._pools.smallest(len(slots) // self._tree.page_size)
             if 0 < room < found and self._tree.windows:
                 # A shorter prefix counts only if the windows of its own end are stored.
                 room = self._find(keys[:room])
@@ -90,9 +87,6 @@ class Prefetches:
             self._backups.presence.storing(name, keys[max(0, found - pages) : found])
         return found
 
-    def _pages_of(self, slots: torch.Tensor) -> int:
-        return len(slots) // self._tree.page_size
-
     # End
 
     def finish(self, started: Prefetching, *, wait: bool) -> Match:
@@ -106,7 +100,7 @@ class Prefetches:
             if wait:
                 with self._pools.controller.storage.one_call() as bound:
                     operation.wait(bound.left())
-            got, room = self._pools.controller.finish_prefetch(operation), self._pages_of(started.slots)
+            got, room = self._pools.controller.finish_prefetch(operation), len(started.slots) // self._tree.page_size
         except BaseException:
             operation.cancel()
             self._end(started, 0)
@@ -120,7 +114,7 @@ class Prefetches:
 
     def _end(self, started: Prefetching, got: int) -> None:
         del self._backups.prefetches[started]
-        if got < self._pages_of(started.slots):
+        if got < len(started.slots) // self._tree.page_size:
             self._pools.free_host(started.slots[got * self._tree.page_size :], started.transfers)
         self._tree.unlock(started.match.node, device=False)
 

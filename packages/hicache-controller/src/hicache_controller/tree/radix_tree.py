@@ -8,16 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-import numpy as np
-
-from hicache_kernels.validation import whole
-
 from ..engine_calls import EngineCalls
 from ..hashing import Namespace
 from ..interrupts import interruptibly
 from .keys import KEY_BYTES, common_pages, own_tokens
-from .node import Needed, Pages, Pin, TreeNode, WindowPart, cut, joined, pack
-from .order import EvictionOrder, namespace_queues
+from .node import Held, Needed, Pages, Pin, TreeNode, WindowPart, cut, pack
+from .order import EvictionOrder, tier_queues
 from .policies import NO_NAMESPACE, NO_QUOTA, Quota
 from .queue import NamespaceUsage
 from .results import Match, Request
@@ -98,7 +94,7 @@ class RadixTree:
             return
         self._limited.add(usage)
         if usage.queues is None:
-            usage.queues = namespace_queues()
+            usage.queues = tier_queues(of_namespace=True)
             for node in self.nodes():
                 self.order.offer(node, device=True)
                 self.order.offer(node, device=False)
@@ -179,7 +175,9 @@ class RadixTree:
         if node.device is None or not node.in_tree:
             return False
         parts = [self.needed(node, name) for name in self.windows]
-        return all(mine is not None and all(part.on_device >= needed for part, needed in mine) for mine in parts)
+        return all(
+            mine is not None and all(part.count(device=True) >= needed for part, needed in mine) for mine in parts
+        )
 
     def all_needed(self, node: TreeNode) -> Iterator[Needed]:
         """Yield what a prefix ending with ``node`` needs in those windowed pools that have all of it."""
@@ -223,8 +221,10 @@ class RadixTree:
     def split(self, node: TreeNode, at: int) -> TreeNode:
         """Split a node and return the new head; the node itself stays the tail, with its locks and its id."""
         parent = node.parent
-        if parent is None:
-            raise RuntimeError("the root cannot be split")
+        if parent is None or not node.in_tree:
+            raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
+        if not 0 < at < node.pages:
+            raise ValueError(f"pages is {at}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
         head = TreeNode(self.new_id(), parent, node.keys[: at * KEY_BYTES], node.owner, parent.depth + at, node.created)
         head.hits, head.value, head.stored = node.hits, node.value, node.stored
         head.priority, head.last_access = node.priority, node.last_access
@@ -256,29 +256,32 @@ class RadixTree:
             return
         upper = WindowPart(head, part.name, write=part.write, load=part.load, last_access=part.last_access)
         upper.stored = part.stored
-        if part.device is not None and part.on_device > tail_pages:
-            upper.device, part.device = cut(part.device, part.on_device - tail_pages)
-            for pin in part.device_pins:
-                pin.hold(upper)
-        if part.host is not None and part.on_host > tail_pages:
-            upper.host, part.host = cut(part.host, part.on_host - tail_pages)
-            for pin in part.host_pins:
+        if part.device is not None and part.count(device=True) > tail_pages:
+            upper.device, part.device = cut(part.device, part.count(device=True) - tail_pages)
+        if part.host is not None and part.count(device=False) > tail_pages:
+            upper.host, part.host = cut(part.host, part.count(device=False) - tail_pages)
+        for pin in part.pins:
+            if upper.part(device=pin.device) is not None:
                 pin.hold(upper)
         head.windows = (*head.windows, upper)
         self.order.offer_windows([upper])
 
     # Parts of nodes
 
-    def set_part(self, node: TreeNode, pages: Pages, *, device: bool) -> None:
-        """Give a node its pages in a tier."""
-        node.set_part(pack(pages), device=device)
-        self._count_part(node, 1, device=device)
-        self.order.offer(node, device=device)
+    def set_part(self, held: Held, pages: Pages, *, device: bool) -> None:
+        """Give a node, or its part in a windowed pool, its pages in a tier; the caller queues the latter."""
+        held.set_part(pack(pages), device=device)
+        if isinstance(held, TreeNode):
+            self._count_part(held, 1, device=device)
+            self.order.offer(held, device=device)
 
-    def clear_part(self, node: TreeNode, *, device: bool) -> None:
-        """Forget a node's pages in a tier; the caller frees them."""
-        node.set_part(None, device=device)
-        self._count_part(node, -1, device=device)
+    def clear_part(self, held: Held, *, device: bool) -> None:
+        """Forget the pages in a tier of a node, or of its part in a windowed pool; the caller frees them."""
+        held.set_part(None, device=device)
+        if isinstance(held, TreeNode):
+            self._count_part(held, -1, device=device)
+        else:
+            self.remove_empty(held)
 
     def _count_part(self, node: TreeNode, change: int, *, device: bool) -> None:
         """Count a part that a node got or lost, which may leave its parent a leaf."""
@@ -294,16 +297,6 @@ class RadixTree:
         self.order.offer(parent, device=device)
 
     @staticmethod
-    def extend_window(part: WindowPart, pages: Pages, *, device: bool) -> None:
-        """Put pages in front of those that one side of a part has; these keep their places and their pins."""
-        part.set_part(pack(np.concatenate((pages, joined([part], device=device)))), device=device)
-
-    def clear_window(self, part: WindowPart, *, device: bool) -> None:
-        """Forget a part's pages in a tier; the caller frees them."""
-        part.set_part(None, device=device)
-        self.remove_empty(part)
-
-    @staticmethod
     def remove_empty(part: WindowPart) -> None:
         """Take a part that has pages on neither side off its node."""
         if part.device is None and part.host is None:
@@ -311,27 +304,17 @@ class RadixTree:
 
     # Locks
 
-    def lock(self, node: TreeNode, *, device: bool) -> None:
+    def lock(self, node: TreeNode, *, device: bool, change: int = 1) -> None:
         """Keep a node's part in a tier, and with it the node's prefix."""
         if device:
-            node.device_lock += 1
+            node.device_lock += change
         else:
-            node.host_lock += 1
+            node.host_lock += change
 
     def unlock(self, node: TreeNode, *, device: bool) -> None:
         """Undo one :meth:`lock`."""
-        if device:
-            node.device_lock -= 1
-        else:
-            node.host_lock -= 1
+        self.lock(node, device=device, change=-1)
         self.order.offer(node, device=device)
-
-    def pin_windows(self, node: TreeNode) -> tuple[Pin, Pin]:
-        """Pin what a restorable prefix needs of windowed pools, each part on the device if it is there."""
-        device, host = Pin(device=True), Pin(device=False)
-        for part, needed in self.all_needed(node):
-            (device if part.on_device >= needed else host).hold(part)
-        return device, host
 
     def unpin(self, *pins: Pin) -> None:
         """Release pins; with both sides released at once, both queues of most parts share one entry."""
@@ -357,15 +340,6 @@ class RadixTree:
             del self._references[node.id, device]
         self.unlock(node, device=device)
 
-    def checked_split(self, node: TreeNode, pages: int) -> TreeNode:
-        """Split a node for the engine."""
-        if node is self.root or not node.in_tree:
-            raise ValueError(f"node {node.id} is the root or not in the tree; accepted is another node of the tree")
-        pages = whole("pages", pages, least=0)
-        if not 0 < pages < node.pages:
-            raise ValueError(f"pages is {pages}; node {node.id} has {node.pages}, and accepted is less, but at least 1")
-        return self.split(node, pages)
-
     # Matches
 
     def pin_match(self, request: Request, node: TreeNode) -> Match:
@@ -373,9 +347,12 @@ class RadixTree:
         above = node
         while above.device is None and above.parent is not None:
             above = above.parent
-        pins, hosted = self.pin_windows(node), node.depth - above.depth
+        # Each part of a windowed pool is pinned on the device if all that is needed of it is there.
+        on_device, on_host, hosted = Pin(device=True), Pin(device=False), node.depth - above.depth
+        for part, needed in self.all_needed(node):
+            (on_device if part.count(device=True) >= needed else on_host).hold(part)
         of_request = request.keys, request.owner, request.priority, request.tokens
-        match = Match(*of_request, above.depth, hosted, above, node, *pins)
+        match = Match(*of_request, above.depth, hosted, above, node, on_device, on_host)
         self.lock(above, device=True)
         if hosted:
             self.lock(node, device=False)

@@ -39,9 +39,16 @@ class Reclaim:
 
     def _evict(self, entry: PoolEntry, evict: Callable[[int], object], slots: int) -> None:
         """Evict for an allocation from a pool that is short, if that may be now."""
-        if self._may_evict(entry):
-            with self.held(), self._controller.engine_calls, self._controller.storage.one_call():
-                evict(-(-slots // int(entry.host_pool.page_size)))
+        if self._working:
+            return
+        if self._controller.agreement.needed:
+            logger.debug("pool %s is short on this rank; ranks make room by calls of the tree, in step", entry.name)
+            return
+        if threading.get_ident() != self._thread:
+            logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
+            return
+        with self.held(), self._controller.engine_calls, self._controller.storage.one_call():
+            evict(-(-slots // int(entry.host_pool.page_size)))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -60,14 +67,3 @@ class Reclaim:
             entry.host_evict_fn = _Callback(self._evict, entry, evict_host)
         if entry.device_evict_fn is None or isinstance(entry.device_evict_fn, _Callback):
             entry.device_evict_fn = _Callback(self._evict, entry, evict_device)
-
-    def _may_evict(self, entry: PoolEntry) -> bool:
-        if self._working:
-            return False
-        if self._controller.agreement.needed:
-            logger.debug("pool %s is short on this rank; ranks make room by calls of the tree, in step", entry.name)
-            return False
-        if threading.get_ident() != self._thread:
-            logger.debug("pool %s is short on a thread that does not use the tree", entry.name)
-            return False
-        return True

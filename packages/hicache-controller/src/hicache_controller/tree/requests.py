@@ -15,7 +15,6 @@ from .keys import KEY_BYTES, SequenceKeys, Tokens, join_keys
 from .node import NO_PAGES, Pages, TreeNode, WindowPart, joined
 from .policies import TreeSettings
 from .pools import Pools
-from .radix_tree import RadixTree
 from .results import InsertResult, Match, Request
 from .transfers import Transfers
 
@@ -23,10 +22,8 @@ from .transfers import Transfers
 class Requests:
     """From the match of a request to the insert of what it has computed; loads as far as there is room and use."""
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, settings: TreeSettings
-    ) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, transfers: Transfers, evictor: Evictor, settings: TreeSettings) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
@@ -67,9 +64,9 @@ class Requests:
         """Return the device pages of a window; see :meth:`UnifiedRadixCache.window_page_numbers`."""
         found = []
         for part, needed in self._tree.needed(match.node, name) or ():
-            if part.on_device < needed:
+            if part.count(device=True) < needed:
                 raise ValueError(f"the match has pages of {name} on the host; load_back must come first")
-            found.append(joined([part], device=True)[part.on_device - needed :])
+            found.append(joined([part], device=True)[part.count(device=True) - needed :])
         return np.concatenate(found[::-1]) if found else NO_PAGES
 
     # Loads
@@ -130,7 +127,7 @@ class Requests:
                 continue
             if node.parent is None:
                 return self._tree.pin_match(match, node)
-            fitting = pinned.device_pages + self._evictor.device_room()
+            fitting = pinned.device_pages + self._pools.smallest(self._pools.device_allocator.available_pages)
             if self._tree.windows or fitting >= node.depth:
                 node = self._tree.last_restorable(node.parent)
             else:
@@ -152,10 +149,10 @@ class Requests:
         for name, mine in parts.items():
             for part in mine:
                 # What the device has of it is too short, and comes again with the rest.
-                if part.device is not None and part.device_pins:
+                if part.device is not None and part.pin_count(device=True):
                     return False
-                self._pools.drop_window(part, device=True)
-            if not self._evictor.make_window_room(name, sum(part.on_host for part in mine)):
+                self._pools.drop(part, device=True)
+            if not self._evictor.make_window_room(name, sum(part.count(device=False) for part in mine)):
                 return False
         return True
 

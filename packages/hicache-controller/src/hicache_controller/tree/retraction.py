@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from .evictor import Evictor
-from .node import NO_PAGES, Pages, PagesByPool, Pin, TreeNode
+from .node import NO_PAGES, Operation, Pages, PagesByPool, Pin, TreeNode
 from .pools import Pools
-from .radix_tree import RadixTree
 from .requests import Requests
 from .results import Match, Restored
 from .transfers import Transfers
@@ -32,10 +31,8 @@ class Retraction:
     the group takes the slots of all pools or none.
     """
 
-    def __init__(
-        self, tree: RadixTree, pools: Pools, transfers: Transfers, evictor: Evictor, requests: Requests
-    ) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, transfers: Transfers, evictor: Evictor, requests: Requests) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._transfers = transfers
         self._evictor = evictor
@@ -60,7 +57,7 @@ class Retraction:
         self._tree.lock(node, device=False)
         try:
             if self._pin_windows(node, pin):
-                moved = self._write(own)
+                moved = self._move(own, device=False)
         finally:
             if moved is None:
                 self._unpin(node, pin)
@@ -81,7 +78,7 @@ class Retraction:
         match = self._tree.pin_match(kept.match, kept.match.node)
         try:
             match = self._requests.load_all(match)
-            found = self._load(kept.pages) if match.pages == kept.match.pages else None
+            found = self._move(kept.pages, device=True) if match.pages == kept.match.pages else None
             self._tree.raise_pending()
         except BaseException:
             if found is not None:
@@ -116,36 +113,24 @@ class Retraction:
     def _pin_windows(self, node: TreeNode, pin: Pin) -> bool:
         """Pin on the host what the prefix needs of windowed pools, after writing it if needed."""
         for part, needed in self._tree.all_needed(node):
-            if part.on_host < needed and not self._evictor.write_window(part):
+            if part.count(device=False) < needed and not self._evictor.write_window(part):
                 return False
             pin.hold(part)
         while any(part.write is not None for part in pin.parts):
             self._transfers.poll(wait=True)
         return all(part.host is not None for part in pin.parts)
 
-    def _write(self, pages: PagesByPool) -> PagesByPool | None:
-        """Move private pages to the host; None, with nothing taken, if there is no room or the write failed."""
-        for name, mine in pages.items():
-            if name != self._pools.anchor:
-                self._evictor.make_window_host_room(name, len(mine))
-        return self._move(pages, device=False)
-
-    def _load(self, pages: PagesByPool) -> PagesByPool | None:
-        """Move private pages to the device; None, with nothing taken, if there is no room or the load failed."""
-        if not self._evictor.make_device_room(len(pages[self._pools.anchor])):
-            return None
-        for name, mine in pages.items():
-            if name != self._pools.anchor and not self._evictor.make_window_room(name, len(mine)):
-                return None
-        return self._move(pages, device=True)
-
     def _move(self, pages: PagesByPool, *, device: bool) -> PagesByPool | None:
+        """Move private pages to the device or the host; None, with nothing taken, without room or if that failed."""
         if not any(len(mine) for mine in pages.values()):
             return {self._pools.anchor: NO_PAGES}
-        operation = self._transfers.new(device=device)
+        for pool, mine in pages.items():
+            if not device:
+                self._evictor.make_host_room(pool, len(mine))
+            elif not self._evictor.make_room(pool, len(mine)):
+                return None
+        operation = Operation(self._tree.new_id(), device)
         target = self._transfers.queue(operation, pages)
-        if target is None and not device and self._evictor.evict_host(len(pages[self._pools.anchor])):
-            target = self._transfers.queue(operation, pages)
         if target is None:
             return None
         arrived = self._transfers.wait_for(operation, partial(self._free, target, device=device))

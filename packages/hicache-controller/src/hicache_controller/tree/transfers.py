@@ -9,9 +9,8 @@ from ..operations import Ack
 from .backups import Backups
 from .components import trailing
 from .events import Change
-from .node import Operation, PagesByPool, TreeNode, WindowPart, joined, pack
+from .node import Held, Operation, PagesByPool, TreeNode, WindowPart, joined
 from .pools import Pools
-from .radix_tree import RadixTree
 
 
 class Transfers:
@@ -23,17 +22,13 @@ class Transfers:
         Under way, by id.
     """
 
-    def __init__(self, tree: RadixTree, pools: Pools, backups: Backups) -> None:
-        self._tree = tree
+    def __init__(self, pools: Pools, backups: Backups) -> None:
+        self._tree = pools.tree
         self._pools = pools
         self._backups = backups
         self.writes: dict[int, Operation] = {}
         self.loads: dict[int, Operation] = {}
         self._outcomes: dict[int, bool] = {}
-
-    def new(self, *, device: bool) -> Operation:
-        """Return a load or a write that moves nothing yet."""
-        return Operation(self._tree.new_id(), device)
 
     def _running(self, *, device: bool) -> dict[int, Operation]:
         return self.loads if device else self.writes
@@ -68,10 +63,10 @@ class Transfers:
 
         A load is started at once; the next poll starts what is to be written, merged.
         """
-        moved: dict[str, Sequence[TreeNode | WindowPart]] = {self._pools.anchor: nodes, **windows}
+        moved: dict[str, Sequence[Held]] = {self._pools.anchor: nodes, **windows}
         if any(each.part(device=not device) is None for held in moved.values() for each in held):
             return False
-        operation = self.new(device=device)
+        operation = Operation(self._tree.new_id(), device)
         target = self.queue(operation, {pool: joined(held, device=not device) for pool, held in moved.items()})
         if target is None:
             return False
@@ -85,10 +80,8 @@ class Transfers:
             for each in held:
                 end = first + each.count(device=not device)
                 each.set_transfer(operation, device=device)
-                if isinstance(each, TreeNode):
-                    self._tree.set_part(each, target[pool][first:end], device=device)
-                else:
-                    each.set_part(pack(target[pool][first:end]), device=device)
+                self._tree.set_part(each, target[pool][first:end], device=device)
+                if isinstance(each, WindowPart):
                     operation.device_pin.hold(each)
                     operation.host_pin.hold(each)
                 first = end
@@ -111,6 +104,10 @@ class Transfers:
                 self._tree.unlock(operation.nodes[0], device=True)
         return bool(held)
 
+    def free_device(self, *, windows: bool) -> bool:
+        """Unlock device parts as :meth:`release_device`, or wait for one transfer; False if there is nothing to do."""
+        return self.release_device(windows=windows) or self.wait(backups=False)
+
     # Ends
 
     def _end(self, operation: Operation, *, failed: bool) -> None:
@@ -122,7 +119,7 @@ class Transfers:
         for part in parts:
             part.set_transfer(None, device=device)
             if failed:
-                self._tree.clear_window(part, device=device)
+                self._tree.clear_part(part, device=device)
             elif part.count(device=device):
                 self._arrived(part, part.node, device=device)
         if not operation.nodes:
@@ -144,7 +141,7 @@ class Transfers:
             if not node.present and node.parent is not None and node.parent.child(node.key(0)) is node:
                 self._pools.remove(node)
 
-    def _arrived(self, held: TreeNode | WindowPart, node: TreeNode, *, device: bool) -> None:
+    def _arrived(self, held: Held, node: TreeNode, *, device: bool) -> None:
         self._pools.events.held(Change.STORED, held, device=device)
         if not device:
             self._pools.calls.call(self._backups.store, node)
@@ -173,7 +170,7 @@ class Transfers:
             call(self._cancel, operation)
         elif not failed:
             # It is done, so its slots are the tree's to give back.
-            moved: list[TreeNode | WindowPart] = [*operation.nodes, *operation.target_pin.parts]
+            moved: list[Held] = [*operation.nodes, *operation.target_pin.parts]
             for held in moved:
                 _, pool = self._pools.events.place(held)
                 if held.part(device=device) is not None:

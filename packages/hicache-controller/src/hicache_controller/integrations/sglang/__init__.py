@@ -1,9 +1,7 @@
 """A storage backend for SGLang: the L3 of its own hierarchical cache in hicache's storages.
 
->>> sglang serve --model-path MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic \\
-...     --hicache-storage-backend-extra-config "$JSON"
-
-``storage_backend_config`` returns what goes into ``JSON``. SGLang is imported by the backend alone, when its class is
+SGLang makes it for ``--hicache-storage-backend dynamic`` from ``--hicache-storage-backend-extra-config``, whose JSON
+:func:`storage_backend_config` returns. SGLang is imported by the backend alone, when its class is
 first used.
 """
 

@@ -34,7 +34,7 @@ MAX_TEXT_KEY = 64
 """Bytes of the longest key that is stored as it is."""
 
 
-class HiCacheBackend(HiCacheStorage):  # type: ignore[misc]
+class HiCacheBackend(HiCacheStorage):
     """One rank's storage backend, which SGLang makes for ``--hicache-storage-backend dynamic``.
 
     Pages go straight between host pools and storage where the extra configuration has ``interface_v1``, and through a
@@ -211,8 +211,8 @@ class HiCacheBackend(HiCacheStorage):  # type: ignore[misc]
         names = _names(keys)
         parents: list[bytes | None] | None = None
         if extra_info is not None and extra_info.prefix_keys is not None:
-            before = _names(extra_info.prefix_keys[-1:]) or [None]
-            parents = [*before, *names[:-1]]
+            before = _names(extra_info.prefix_keys[-1:])
+            parents = [before[0] if before else None, *names[:-1]]
         return self._owners[ANCHOR].batch_set(names, host_indices.cpu(), parents=parents, name=ANCHOR)
 
     def batch_get_v2(

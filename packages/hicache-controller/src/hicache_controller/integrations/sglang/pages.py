@@ -113,7 +113,7 @@ class FlatPages:
 
     def page_memory(self, page: int) -> tuple[memoryview, ...]:
         """Return the view of a page of the buffer."""
-        return (memoryview(self._buffer[page].numpy()).cast("B"),)
+        return (memoryview(self._buffer[page].numpy()).cast("B"),)  # type: ignore[arg-type]  # numpy has the protocol
 
     def load(self, keys: Sequence[bytes], targets: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Fill tensors of a page each; return each, or None where its page is not there.

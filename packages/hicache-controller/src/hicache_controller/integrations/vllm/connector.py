@@ -32,7 +32,8 @@ check_hooks(
     {
         OffloadingConnector: (
             "bind_connector_metadata", "build_connector_meta", "build_connector_worker_meta", "build_prom_metrics",
-            "get_block_ids_with_load_errors", "get_finished", "handle_preemptions", "has_pending_push_work",
+            "get_block_ids_with_load_errors", "get_finished", "get_num_new_matched_tokens",
+            "handle_preemptions", "has_pending_push_work",
             "register_kv_caches", "reset_cache", "shutdown", "start_load_kv", "update_connector_output",
         ),
         OffloadingConnectorScheduler: ("build_connector_meta", "update_connector_output"),
@@ -109,6 +110,16 @@ class HiCacheConnector(OffloadingConnector):
             )
 
     # In the scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens more can be loaded, none where computing them takes less time."""
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens = found[0]
+        if not tokens or tokens >= self._manager.min_load_tokens:
+            return found
+        smallest = min(group.kv_cache_spec.block_size for group in self._cache_config.kv_cache_groups)
+        self._manager.decline(request.request_id, tokens, smallest)
+        return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> HiCacheMetadata:
         """Add what storage is to do to what vLLM sends."""

@@ -14,6 +14,7 @@ from ...storage import Fingerprint, StorageBackendFactory
 from ..storage_address import storage_address
 from .host_blocks import BlockState, HostBlocks
 from .settings import VllmSettings
+from .shortest_load import GroupBytes, shortest_load
 from .storage_queue import StorageJob, StorageQueue
 from .transfers import BlockTransfers, Finished
 from .worker_storage import WorkerStorage
@@ -33,6 +34,7 @@ METRICS = {
     "late": "Blocks that storage had not answered for when a request stopped waiting.",
     "evicted": "Blocks that left the host to make room.",
     "refused": "Blocks not kept because nothing could leave the host.",
+    "too_short": "Blocks of hits that were computed because a load would have taken longer.",
     "failed": "Blocks that are no longer kept because a transfer of them failed.",
 }
 """What is counted, as ``vllm:hicache_NAME_blocks``."""
@@ -63,12 +65,16 @@ class HiCacheManager(base.OffloadingManager):
         Blocks of the host.
     storage
         None without storage.
+    min_load_tokens
+        Tokens that a hit must at least have to be loaded.
     events
         Whether to note what comes and goes, for :meth:`take_events`.
     """
 
-    def __init__(self, blocks: HostBlocks, storage: StorageQueue | None, *, events: bool = False) -> None:
-        self.blocks, self.storage = blocks, storage
+    def __init__(
+        self, blocks: HostBlocks, storage: StorageQueue | None, *, min_load_tokens: int = 1, events: bool = False
+    ) -> None:
+        self.blocks, self.storage, self.min_load_tokens = blocks, storage, min_load_tokens
         self._events: list[base.OffloadingEvent] | None = [] if events else None
         self._counts: dict[str, int] = {}
         medium = getattr(base, "Medium", None)
@@ -86,6 +92,12 @@ class HiCacheManager(base.OffloadingManager):
         if self.storage is not None:
             self.storage.release(req_context.req_id)
         return HostPages(pages)
+
+    def decline(self, request: str, tokens: int, tokens_per_block: int) -> None:
+        """Note that a hit is computed, not loaded, and let go of what was fetched for it."""
+        self._count("too_short", tokens // tokens_per_block)
+        if self.storage is not None:
+            self.storage.release(request)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Note that blocks of a request are in use."""
@@ -262,6 +274,7 @@ class HiCacheSpec(base.OffloadingSpec):
             )
         block_bytes = max(1, config.worker_kv_bytes_per_block) * parallel.world_size
         self.pages = self.settings.blocks(block_bytes)
+        self.min_load_tokens = self._min_load_tokens(config)
         self.fingerprint: Fingerprint | None = None
         self._manager: HiCacheManager | None = None
         self._worker: HiCacheWorker | None = None
@@ -274,7 +287,10 @@ class HiCacheSpec(base.OffloadingSpec):
             if self.settings.storage is not None:
                 wait = self.settings.storage_wait_seconds
                 storage = StorageQueue(blocks, workers=self.config.parallel.world_size, wait_seconds=wait)
-            self._manager = HiCacheManager(blocks, storage, events=self.config.enable_kv_cache_events)
+            self._manager = HiCacheManager(
+                blocks, storage, min_load_tokens=self.min_load_tokens, events=self.config.enable_kv_cache_events
+            )
+            logger.info("hits of fewer than %d tokens are computed, not loaded", self.min_load_tokens)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> HiCacheWorker:
@@ -292,6 +308,13 @@ class HiCacheSpec(base.OffloadingSpec):
                 )  # fmt: skip
             self._worker = HiCacheWorker(transfers, self._storage(transfers))
         return self._worker
+
+    def _min_load_tokens(self, config: Any) -> int:
+        if self.settings.min_load_tokens is not None:
+            return self.settings.min_load_tokens
+        block_bytes = max(1, config.worker_kv_bytes_per_block)
+        groups = [GroupBytes(group.tokens_per_block, block_bytes) for group in config.groups]
+        return shortest_load(groups, self.settings.prefill_tokens_per_second)
 
     def _storage(self, transfers: BlockTransfers) -> WorkerStorage | None:
         if self.settings.storage is None:

@@ -46,6 +46,11 @@ class VllmSettings:
         Whether only blocks of prompts are kept. By default those of answers are too: the next turn of a chat has both.
     pin_memory
         Whether host memory is pinned where there is a GPU.
+    min_load_tokens
+        How many tokens a hit must at least have to be loaded; shorter ones are computed. None for what
+        ``prefill_tokens_per_second`` and the bytes of a token say.
+    prefill_tokens_per_second
+        How fast the engine computes a prompt. The default is that of an 8B model on one H200 (8,192 tokens in 226 ms).
 
     Raises
     ------
@@ -63,6 +68,8 @@ class VllmSettings:
     l2_blocks: int | None = None
     offload_prompt_only: bool = False
     pin_memory: bool = True
+    min_load_tokens: int | None = None
+    prefill_tokens_per_second: float = 36_000.0
 
     def __post_init__(self) -> None:
         finite("l2_gb", self.l2_gb)
@@ -70,6 +77,9 @@ class VllmSettings:
             whole("l2_blocks", self.l2_blocks)
         elif not self.l2_gb:
             raise ValueError("l2_gb is 0; the host memory of the engine in GB is needed, such as 64")
+        if self.min_load_tokens is not None:
+            whole("min_load_tokens", self.min_load_tokens)
+        finite("prefill_tokens_per_second", self.prefill_tokens_per_second, above=True)
         one_of("eviction", self.eviction, EVICTIONS)
         seconds("storage_wait_seconds", self.storage_wait_seconds, above=True)
         for name in ("offload_prompt_only", "pin_memory"):
