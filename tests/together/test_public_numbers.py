@@ -308,9 +308,9 @@ def test_every_public_call_that_takes_a_number_is_in_a_row(package: ModuleType) 
 def public_names(package: ModuleType) -> Iterator[tuple[str, Any]]:
     """Public classes and functions of a package and of the modules in it that say what is public, tools left out.
 
-    And the connector that vLLM alone loads: its settings are checked in tests of its own.
+    And what engines alone load: their settings are checked in tests of their own.
     """
-    tools = ("bench", "cli", "contract", "reference", "tools", "vllm", "__main__")
+    tools = ("bench", "cli", "contract", "reference", "sglang", "tools", "vllm", "__main__")
     modules = [package]
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not set(found.name.split(".")) & set(tools) and found.ispkg:

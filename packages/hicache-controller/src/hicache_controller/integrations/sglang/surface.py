@@ -23,6 +23,7 @@ try:
     )
     from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 except ImportError as error:
     raise ImportError(
         "SGLang is not installed, or one of its parts cannot be imported; this storage backend is loaded by SGLang"
@@ -52,7 +53,8 @@ def check_hooks() -> None:
             PoolName: ("KV", "MAMBA"),
             PoolTransfer: ("name", "host_indices", "keys", "hit_policy"),
             PoolTransferResult: ("kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"),
-            HostKVCache: ("get_page_buffer_meta", "get_dummy_flat_data_page", "storage_format_tag"),
+            HostKVCache: ("get_dummy_flat_data_page", "storage_format_tag"),
+            MHATokenToKVPoolHost: ("get_page_buffer_meta",),
             LogicalHostPool: ("storage_format_tag",),
         },
     )
