@@ -40,7 +40,8 @@ class EngineSurface:
         if found and found < self.oldest:
             raise ImportError(f"{self.engine} is {version}; the {self.what} needs {_text(self.oldest)} or newer")
         if not self.oldest <= found <= self.newest:
-            self.logger.warning(
+            logger = self.logger
+            logger.warning(
                 "%s is %s; this %s was tried with %s, and goes on as long as the hooks agree",
                 self.engine,
                 version,
