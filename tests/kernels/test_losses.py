@@ -21,7 +21,7 @@ BLANK = dataclasses.replace(
         for way in ("write_back", "load")
     },
 )
-"""An H200 whose losses nobody has measured."""
+"""An H200 whose losses have not been measured."""
 
 
 def clock(truth: DeviceConstants, plain_seconds: Callable[[], float]) -> Callable[[Compute, Mover], float]:

@@ -137,7 +137,7 @@ class GpuStack:
 
 @pytest.fixture
 def make_stack(gpu: torch.device) -> Iterator[Callable[..., GpuStack]]:
-    """Make stacks; at the end every controller is shut down, its state is checked and the memory goes back."""
+    """Make stacks; at the end every controller is shut down, its state is checked and the memory is freed."""
     made: list[GpuStack] = []
 
     def make(**options: Any) -> GpuStack:

@@ -262,6 +262,20 @@ def test_another_pool_under_a_known_name_is_refused(tmp_path: Path) -> None:
     backend.close()
 
 
+class WithoutMemory:
+    """A host pool that cannot name the memory of its pages."""
+
+    page_size, size, layout = PAGE_SIZE, PAGES * PAGE_SIZE, "page_first"
+
+
+def test_a_pool_that_cannot_name_its_memory_is_refused_by_name(tmp_path: Path) -> None:
+    backend = open_backend(config(tmp_path), mha())
+    with pytest.raises(ValueError, match=r"pool swa \(WithoutMemory, layout page_first\) cannot be stored: "):
+        backend.register_mem_host_pool_v2(WithoutMemory(), PoolName.SWA)
+    assert backend.batch_exists_v2(keys(1), [PoolTransfer(name=PoolName.SWA)]).kv_hit_pages == 0
+    backend.close()
+
+
 # Settings
 
 

@@ -145,7 +145,7 @@ def calibrate(device: torch.device | str) -> DeviceConstants:
     Parameters
     ----------
     device
-        A GPU that nobody else uses meanwhile.
+        A GPU; nothing else may use it during the measurement.
 
     Raises
     ------

@@ -50,7 +50,7 @@ class ModelLoss:
     decode: float
 
     def during(self, compute: Compute | None) -> float:
-        """Share of its time that a model loses; where nobody says what it computes, that of decode steps, its most."""
+        """Share of its time that a model loses; that of decode steps where it is not known what it computes."""
         if compute is Compute.IDLE:
             return 0.0
         return self.prefill if compute is Compute.PREFILL else self.decode

@@ -23,8 +23,10 @@ AUTO = "auto"
 POLICIES = (AUTO, STAGED, DIRECT, REFERENCE)
 ASKED_FOR = "asked for by policy"
 STAGED_PREFERENCE = 0.04
-"""How much slower a staged write-back may be and still be chosen where nobody says what the model computes: it leaves
-the SMs to the model, and frees device slots early."""
+"""How much slower a staged write-back may be and still be chosen where it is not known what the model computes.
+
+It leaves the SMs to the model, and frees device slots early.
+"""
 
 
 class PathUnavailableError(RuntimeError):

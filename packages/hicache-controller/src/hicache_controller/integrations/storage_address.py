@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 class StorageAddress(NamedTuple):
-    """A storage backend's name, and the options that its address stands for."""
+    """A storage backend's name, and the options that an address gives it."""
 
     backend: str
     options: dict[str, Any]

@@ -92,7 +92,7 @@ class HiCacheBackend(HiCacheStorage):
         sharded = not self._config.is_mla_model or name == PoolName.MAMBA or isinstance(pool, MHATokenToKVPoolHost)
         try:
             pages = HostPages(pool, has_bytes=not isinstance(pool, LogicalHostPool))
-        except (NotImplementedError, ValueError) as error:
+        except (AttributeError, NotImplementedError, ValueError) as error:
             raise ValueError(
                 f"pool {name} ({type(pool).__name__}, layout {pool.layout}) cannot be stored: {error}"
             ) from error

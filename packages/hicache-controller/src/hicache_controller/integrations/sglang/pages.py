@@ -45,8 +45,8 @@ class HostPages:
 
     Raises
     ------
-    ValueError, NotImplementedError
-        Where the pool cannot name its pages' memory, such as for a layout that scatters them.
+    AttributeError, NotImplementedError, ValueError
+        Where the pool cannot name its pages' memory: it has no such method, or refuses its layout.
     """
 
     def __init__(self, pool: Any, *, has_bytes: bool = True) -> None:

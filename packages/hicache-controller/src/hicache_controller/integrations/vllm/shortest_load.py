@@ -9,12 +9,12 @@ from typing import NamedTuple
 from hicache_kernels.validation import finite, whole
 
 LOAD_BYTES_PER_SECOND = 50e9
-"""Of a long load. Measured on one H200 with PCIe 5 x16: 0.9 of a plain copy's 55 GB/s."""
+"""Of a long load: 0.9 of the 55 GB/s that a plain copy makes on one H200 with PCIe 5 x16. An estimate."""
 
 LOAD_FIXED_SECONDS = 0.004
-"""What a load costs whatever its length: a step of the scheduler more, and submitting it.
+"""What a load costs whatever its length: a step of the scheduler more, and submitting it. An estimate.
 
-On one H200 the time to the first token after a load was 0 to 12 ms above that of a plain copy and a device hit.
+It lies within the 0 to 12 ms by which, on one H200, a load took longer than a plain copy and a device hit together.
 """
 
 
